@@ -1,1 +1,1 @@
-"""Tensors, tiers and budgets: memory arenas, swap files, planes and the thread that moves bytes."""
+"""Tensors, tiers and budgets: memory pools, swap files, tiered arrays and the thread that moves bytes."""

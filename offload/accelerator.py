@@ -28,8 +28,8 @@ class AcceleratorKind:
         needs: what must be installed so that torch sees such a device.
         collective_backend: torch.distributed's backend for its memory.
         visible_variable: the environment variable that selects the devices a process sees.
-        has_native: there is a library with kernels that also pins and maps memory; without it torch's operations run, and
-            host memory is not page-locked.
+        has_native: there is a library with kernels that also pins and maps memory; without it torch's operations run,
+            and host memory is not page-locked.
         can_alias: torch can make tensors over its memory from an address, so that storages are bound without a copy.
         can_sleep: a thread that waits for an event can sleep.
     """
@@ -83,11 +83,11 @@ def _requested_device() -> tuple[str, str]:
     for variable, wish in wishes.items():
         if wish not in names:
             raise ConfigError(f"{variable}: expected {', '.join(names[:-1])} or {names[-1]}, got {wish!r}")
-    asked = {variable: wish for variable, wish in wishes.items() if wish != "auto"}
-    if len(set(asked.values())) > 1:
-        told = " and ".join(f"{variable}={wish}" for variable, wish in asked.items())
-        raise ConfigError(f"{told} contradict each other: unset one of them")
-    return next(((wish, variable) for variable, wish in asked.items()), ("auto", ""))
+    requests = {variable: wish for variable, wish in wishes.items() if wish != "auto"}
+    if len(set(requests.values())) > 1:
+        settings = " and ".join(f"{variable}={wish}" for variable, wish in requests.items())
+        raise ConfigError(f"{settings} contradict each other: unset one of them")
+    return next(((wish, variable) for variable, wish in requests.items()), ("auto", ""))
 
 
 def chosen_kind() -> AcceleratorKind | None:
@@ -130,11 +130,11 @@ def device_count() -> int:
 def can_read_peers() -> bool:
     """False if no device here can read the memory of another; True also if the process sees only one device."""
     kind = chosen_kind()
-    ask = getattr(_module(kind), "can_device_access_peer", None) if kind is not None else None
+    can_access = getattr(_module(kind), "can_device_access_peer", None) if kind is not None else None
     devices = range(device_count())
-    if ask is None or len(devices) < 2:
+    if can_access is None or len(devices) < 2:
         return True
-    return any(ask(one, other) for one in devices for other in devices if one != other)
+    return any(can_access(first, second) for first in devices for second in devices if first != second)
 
 
 def visible_variable() -> str:
@@ -180,13 +180,13 @@ def synchronize(device: torch.device | None = None) -> None:
 
 def has_bf16(device: torch.device) -> bool:
     """False for an accelerator without bf16 instructions; torch then emulates bf16."""
-    asked = getattr(module_of(device), "is_bf16_supported", None)
-    if asked is None:
+    is_supported = getattr(module_of(device), "is_bf16_supported", None)
+    if is_supported is None:
         return True
     try:
-        return bool(asked(including_emulation=False))
+        return bool(is_supported(including_emulation=False))
     except TypeError:  # kinds without emulation do not have this argument
-        return bool(asked())
+        return bool(is_supported())
 
 
 def set_device(device: torch.device) -> None:
@@ -211,8 +211,8 @@ def device_initializer() -> Callable[[], None]:
 def free_memory_bytes(device: torch.device) -> int:
     """Device memory that this process can get: free memory, and memory that torch has reserved but does not use."""
     module = module_of(device)
-    held_bytes = module.memory_reserved(device) - module.memory_allocated(device)
-    return int(module.mem_get_info(device)[0] + held_bytes)
+    unused_bytes = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(module.mem_get_info(device)[0] + unused_bytes)
 
 
 def empty_cache(device: torch.device) -> None:

@@ -55,15 +55,15 @@ def read_archive(data: bytes | torch.Tensor, what: str, *, trusted: bool = False
     except Exception as error:  # damaged bytes can make the unpickler raise any error
         if trusted or _is_damaged(stream):
             raise ConfigError(f"{what} cannot be read: {type(error).__name__}: {refusal(error)}") from error
-        strange = _unsafe_names(stream)
-        names = ", ".join(strange[:NAMES_SHOWN])
-        more = f" and {len(strange) - NAMES_SHOWN} more" if len(strange) > NAMES_SHOWN else ""
-        made = f"made by {names}{more}" if strange else f"that is not plain ({refusal(error)})"
-        these = f", or these by torch.serialization.add_safe_globals([{names}])" if strange else ""
+        refused = _unsafe_names(stream)
+        names = ", ".join(refused[:NAMES_SHOWN])
+        more = f" and {len(refused) - NAMES_SHOWN} more" if len(refused) > NAMES_SHOWN else ""
+        description = f"made by {names}{more}" if refused else f"that is not plain ({refusal(error)})"
+        alternative = f", or these by torch.serialization.add_safe_globals([{names}])" if refused else ""
         raise ConfigError(
-            f"{what}: it holds an object {made}, which is not loaded, because loading it can run any code. If you "
-            'trust the folder, allow all objects by load_checkpoint(allow_pickle=True) or "checkpoint": '
-            f'{{"allow_pickle": true}}{these}'
+            f"{what}: it holds an object {description}, which is not loaded, because loading it can run any code. If "
+            'you trust the folder, allow all objects by load_checkpoint(allow_pickle=True) or "checkpoint": '
+            f'{{"allow_pickle": true}}{alternative}'
         ) from error
 
 

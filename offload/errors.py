@@ -115,23 +115,23 @@ def explain_file_limit(doing: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        told, emfile = str(error), errno_names.EMFILE
-        if FILE_LIMIT in told or (getattr(error, "errno", None) != emfile and os.strerror(emfile) not in told):
+        text, emfile = str(error), errno_names.EMFILE
+        if FILE_LIMIT in text or (getattr(error, "errno", None) != emfile and os.strerror(emfile) not in text):
             raise
-        named = (getattr(each, "filename", None) for each in (error, error.__cause__))
+        named = (getattr(cause, "filename", None) for cause in (error, error.__cause__))
         path = str(next(filter(None, named), "no file in particular"))
-        what = f"{doing}: {type(error).__name__}: {told}"
+        what = f"{doing}: {type(error).__name__}: {text}"
         raise StorageError(what, errno=emfile, path=path, offset=0, free_bytes=None) from error
 
 
 def mark_reported(error: BaseException) -> None:
     """Note that a caller gets `error`: code that finds it later need not raise it again."""
-    error.__dict__["told"] = True
+    error.__dict__["is_reported"] = True
 
 
 def is_reported(error: BaseException | None) -> bool:
     """True if a caller got `error` already."""
-    return error is not None and "told" in error.__dict__
+    return error is not None and "is_reported" in error.__dict__
 
 
 class DamagedError(ConfigError):

@@ -40,22 +40,22 @@ def cuda_library_trouble() -> str:
 
 def io_backends() -> dict[str, str]:
     """Backend of the I/O engine -> why it cannot be used (empty if it can); best first."""
-    found: dict[str, str] = {}
+    troubles: dict[str, str] = {}
     for name in BACKENDS[1:]:
         try:
             open_aio(AioOptions(backend=name)).close()
-            found[name] = ""
+            troubles[name] = ""
         except ZeroInfinityError as error:
-            found[name] = str(error)
-    return found
+            troubles[name] = str(error)
+    return troubles
 
 
 def io_choice() -> tuple[str, str]:
     """The backend that "auto" takes, and its `reason` after memory was registered with it."""
     aio = open_aio(AioOptions())
     try:
-        forget = aio.register_memory(tensor_over(map_host(TRIED_BYTES)))
-        forget()
+        unregister = aio.register_memory(tensor_over(map_host(TRIED_BYTES)))
+        unregister()
         return aio.backend, aio.reason
     finally:
         aio.close()
@@ -83,8 +83,8 @@ def direct_io_trouble(folder: Path) -> str:
 def shared_memory_trouble() -> str:
     """Why processes cannot share nameless memory; empty if they can."""
     try:
-        region = SharedHostMemory(TRIED_BYTES, "a test of shared memory")
-        region.close()
+        memory = SharedHostMemory(TRIED_BYTES, "a test of shared memory")
+        memory.close()
     except (ZeroInfinityError, OSError) as error:
         return str(error)
     return ""

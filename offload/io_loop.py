@@ -1,6 +1,6 @@
-"""The mover: one thread with an asyncio loop that owns the I/O engine and everything in flight.
+"""The I/O loop: one thread with an asyncio loop that owns the I/O engine and everything in flight.
 
-Other threads post coroutines and get a `IoFuture` for each. Between two awaits only one coroutine
+Other threads submit coroutines and get an `IoFuture` for each. Between two awaits only one coroutine
 runs, so their shared state needs no locks; the kernels that they call release the GIL.
 """
 
@@ -29,19 +29,22 @@ RAISE_SECONDS = 300.0
 
 
 class IoFuture(Generic[T]):
-    """One job of the mover. It settles once; its leased blocks stay leased until then."""
+    """One job of the I/O loop. It ends once; its blocks stay allocated until then."""
 
     def __init__(
         self, io_loop: IoLoop, what: str, future: concurrent.futures.Future[T], describe: Describe | None
     ) -> None:
-        self._io_loop, self.what, self._future, self._describe = io_loop, what, future, describe
+        self._io_loop = io_loop
+        self.what = what
+        self._future = future
+        self._describe = describe
 
     def done(self) -> bool:
         """True once the job has ended, with or without an error. Never blocks."""
         return self._future.done()
 
     def result(self) -> T:
-        """Block until settled; return the job's value or raise its error.
+        """Block until the job has ended; return the job's value or raise its error.
 
         Raises WatchdogError: no byte moved and no kernel ran for RAISE_SECONDS; lists the transfers in flight.
         """
@@ -50,7 +53,7 @@ class IoFuture(Generic[T]):
         return self._future.result()
 
     def wait(self) -> BaseException | None:
-        """Block until settled, without a time limit; return the error instead of raising it."""
+        """Block until the job has ended, without a time limit; return the error instead of raising it."""
         while not self._future.done():
             try:
                 self._io_loop.wait_for(self.what, self._future, self._describe)
@@ -84,9 +87,8 @@ class IoLoop:
         self._failure: BaseException | None = None
         self._describe = describe or (lambda: [])
         self._progress = progress or (lambda: 0)
-        self._kernels_running = self._progress_count = (
-            0  # Kernels that run now; how often some began or ended, or bytes were `note_progress`.
-        )
+        self._kernels_running = 0
+        self._progress_count = 0  # How often a kernel began or ended, or `note_progress` was called.
         self.exposed_wait = Stopwatch()
         self._timeline = timeline or Timeline()
         self._loop = asyncio.new_event_loop()
@@ -110,13 +112,13 @@ class IoLoop:
             self._kernels_running, self._progress_count = self._kernels_running - 1, self._progress_count + 1
 
     def note_progress(self) -> None:
-        """Tell the watchdog, from a job, that bytes have moved that the mover's own I/O engine does not count."""
+        """Tell the watchdog, from a job, that bytes have moved that the loop's own I/O engine does not count."""
         self._progress_count += 1
 
     def submit(self, what: str, job: Coroutine[Any, Any, T], describe: Describe | None = None) -> IoFuture[T]:
-        """Start `job` on the mover thread; returns at once. `describe`: as the mover's, of an engine of the job's own.
+        """Start `job` on the loop's thread; returns at once. `describe`: as the loop's, of an engine of the job's own.
 
-        Raises StateError: the mover is closed or could not begin, or this process was forked from the mover's process.
+        Raises StateError: the loop is closed or could not begin, or this process was forked from the loop's process.
         """
         try:
             self._check_process(what)
@@ -136,7 +138,7 @@ class IoLoop:
         return self.submit(what, job).result()
 
     def call_soon(self, action: Callable[[], object]) -> None:
-        """Let the mover call `action`, after all that it was given before; returns at once."""
+        """Let the loop call `action`, after all that was submitted before; returns at once."""
         self._loop.call_soon_threadsafe(action)
 
     def wait_for(self, what: str, future: concurrent.futures.Future[Any], describe: Describe | None = None) -> None:
@@ -144,27 +146,27 @@ class IoLoop:
 
         Warns after WARN_SECONDS in which no byte moved, and raises after RAISE_SECONDS. The watchdog ignores a long job
         whose bytes still move or whose kernels run, and a job that waits for other ranks while no transfer is in flight
-        here. Raises WatchdogError: lists the transfers in flight. Raises StateError: called on the mover thread, or in
+        here. Raises WatchdogError: lists the transfers in flight. Raises StateError: called on the loop's thread, or in
         a forked process.
         """
         self._check_process(what)
         self._check_other_thread(what)
         with self.exposed_wait.running(), self._timeline.span(STALLS, what):
-            since, known, warned = time.perf_counter(), self._progress_state(), False
+            since, last_state, has_warned = time.perf_counter(), self._progress_state(), False
             while not _wait_done(future, min(WARN_SECONDS, RAISE_SECONDS) / 300):
                 deferring_interrupts.deliver_overdue()
-                reached = self._progress_state()
-                if reached != known or self._kernels_running:
-                    since, known, warned = time.perf_counter(), reached, False
-                stalled = time.perf_counter() - since
-                if stalled < min(WARN_SECONDS, RAISE_SECONDS):
+                state = self._progress_state()
+                if state != last_state or self._kernels_running:
+                    since, last_state, has_warned = time.perf_counter(), state, False
+                stalled_seconds = time.perf_counter() - since
+                if stalled_seconds < min(WARN_SECONDS, RAISE_SECONDS):
                     continue
                 in_flight = [*self._describe(), *(describe() if describe is not None else ())]
-                if stalled >= RAISE_SECONDS and (in_flight or not has_external_wait()):
-                    raise WatchdogError(self._stall_message(what, stalled, in_flight))
-                if stalled >= WARN_SECONDS and not warned:
-                    warnings.warn(self._stall_message(what, stalled, in_flight), RuntimeWarning, stacklevel=3)
-                    warned = True
+                if stalled_seconds >= RAISE_SECONDS and (in_flight or not has_external_wait()):
+                    raise WatchdogError(self._stall_message(what, stalled_seconds, in_flight))
+                if stalled_seconds >= WARN_SECONDS and not has_warned:
+                    warnings.warn(self._stall_message(what, stalled_seconds, in_flight), RuntimeWarning, stacklevel=3)
+                    has_warned = True
 
     def _progress_state(self) -> tuple[int, int]:
         """Changes whenever bytes move, or kernels begin or end."""
@@ -175,11 +177,11 @@ class IoLoop:
         return f"{what}: not finished, and no byte moved for {seconds:.0f} s; in flight: {in_flight}"
 
     def is_current_thread(self) -> bool:
-        """True on the mover thread itself."""
+        """True on the loop's own thread."""
         return threading.current_thread() is self._thread
 
     def close_soon(self, on_closed: Callable[[], None]) -> None:
-        """`close` for the mover thread itself, which cannot wait for itself: `on_closed` runs once all jobs are done."""
+        """`close` for the loop's own thread, which cannot join itself: `on_closed` runs after all jobs have ended."""
 
         async def end() -> None:
             await self._drain()
@@ -193,11 +195,11 @@ class IoLoop:
         """Let running jobs finish, then end the thread. Idempotent; after an interrupt it can be called again."""
         if not self._thread.is_alive():
             return
-        self._check_other_thread("closing the mover")
+        self._check_other_thread("closing the I/O loop")
         self._closed = True
         if self._draining is None:  # two draining tasks would wait for each other
             self._draining = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
-        self.wait_for("closing the mover", self._draining)
+        self.wait_for("closing the I/O loop", self._draining)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -208,7 +210,7 @@ class IoLoop:
         return os.getpid() != self._pid
 
     def _check_process(self, what: str) -> None:
-        """A forked child has the mover's memory but not its thread: it would wait for ever."""
+        """A forked child has the loop's memory but not its thread: it would wait for ever."""
         if self.is_forked:
             raise StateError(
                 f"{what}: this process ({os.getpid()}) was forked from the one that has the engine ({self._pid}), and "

@@ -79,21 +79,21 @@ class PlainObjects:
 
     def make_deque(self, items: Any = (), length_max: int | None = None) -> list[Any]:
         """A list, as torch appends to no other; `restore` makes the deque."""
-        made = list(items)
-        self._lists[id(made)] = made, length_max
-        return made
+        values = list(items)
+        self._lists[id(values)] = values, length_max
+        return values
 
     def make_defaultdict(self, factory: Any = None) -> dict[Any, Any]:
         """A dict, as torch sets items in no other; `restore` makes the defaultdict."""
-        made: dict[Any, Any] = {}
+        values: dict[Any, Any] = {}
         if not self._allows_unknown:
-            self._dicts[id(made)] = made, factory
-        return made
+            self._dicts[id(values)] = values, factory
+        return values
 
     def clear(self) -> None:
-        """Let go of what was loaded: methods in `names` make a cycle, which would keep files mapped."""
-        for known in (self._lists, self._dicts, self._restored):
-            known.clear()
+        """Drop what was loaded: methods in `names` make a cycle, which would keep files mapped."""
+        for table in (self._lists, self._dicts, self._restored):
+            table.clear()
 
     def restore(self, value: Any) -> Any:
         """`value` with the objects that it stands for; what contains them is changed in place where possible."""
@@ -129,22 +129,22 @@ class PlainObjects:
         else:
             self._set_restored(value, value)
 
-    def _set_restored(self, value: Any, found: Any) -> Any:
-        self._restored[id(value)] = value, found
-        return found
+    def _set_restored(self, value: Any, restored: Any) -> Any:
+        self._restored[id(value)] = value, restored
+        return restored
 
     def _restore_dict(self, value: dict[Any, Any]) -> None:
-        found = value
+        restored = value
         if id(value) in self._dicts:
             factory = self.restore(self._dicts[id(value)][1])
             if factory is not None and not callable(factory):
                 raise NotPlainError(f"a defaultdict of {type(factory).__name__}")
-            found = collections.defaultdict(factory)
-        self._set_restored(value, found)
+            restored = collections.defaultdict(factory)
+        self._set_restored(value, restored)
         items = [(self.restore(key), self.restore(item)) for key, item in value.items()]
-        found.clear()
+        restored.clear()
         for key, item in items:  # a Counter's `update` would count
-            found[key] = item
+            restored[key] = item
 
     def _restore_list(self, value: list[Any]) -> None:
         if id(value) in self._lists:
@@ -154,10 +154,10 @@ class PlainObjects:
             self._set_restored(value, value)[:] = map(self.restore, value)
 
     def _restore_frozen(self, value: tuple[Any, ...] | frozenset[Any]) -> None:
-        before = list(value)
-        items = [self.restore(item) for item in before]
+        originals = list(value)
+        items = [self.restore(item) for item in originals]
         make: Any = getattr(value, "_make", type(value))  # of a named tuple
-        is_same = all(item is found for item, found in zip(before, items, strict=True))
+        is_same = all(item is restored for item, restored in zip(originals, items, strict=True))
         self._set_restored(value, value if is_same else make(items))
 
 
@@ -194,16 +194,16 @@ class PlainDtype:
             raise NotPlainError(f"numpy.dtype({text!r})")
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        _version, order, *parts, itemsize, alignment, flags = state[:8]
-        real, beside = self.real, state[8:]
+        _version, order, *subtypes, itemsize, alignment, flags = state[:8]
+        real, metadata = self.real, state[8:]
         sizes = (itemsize, alignment, flags)
         if itemsize not in (-1, real.itemsize) or alignment not in (-1, real.alignment) or flags != real.flags:
             raise NotPlainError(f"numpy.dtype({real.str!r}) with other sizes or flags: {sizes}")
-        if any(part is not None for part in parts) or order not in ("<", ">", "|", "="):
+        if any(subtype is not None for subtype in subtypes) or order not in ("<", ">", "|", "="):
             raise NotPlainError("numpy.dtype with fields, a structured dtype")
-        if real.kind in "Mm" and beside:
-            real = _time_dtype(real.kind, *beside)
-        elif beside:
+        if real.kind in "Mm" and metadata:
+            real = _time_dtype(real.kind, *metadata)
+        elif metadata:
             raise NotPlainError(f"numpy.dtype({real.str!r}) with metadata")
         self.real = real.newbyteorder(order) if order in "<>" else real
 
@@ -247,8 +247,8 @@ def empty_array(kind: Any, *_place: Any) -> PlainArray:
     """Stands for numpy's `_reconstruct`."""
     if kind is not PlainArray:
         raise NotPlainError(f"an array of class {getattr(kind, '__name__', kind)}")
-    made: PlainArray = numpy.ndarray.__new__(PlainArray, (0,), "b")
-    return made
+    array: PlainArray = numpy.ndarray.__new__(PlainArray, (0,), "b")
+    return array
 
 
 def plain_scalar(dtype: Any, data: Any = b"") -> Any:
@@ -277,10 +277,12 @@ def allow_harmless(*, allow_unknown: bool = False) -> Iterator[PlainObjects]:
     What was loaded must pass `restore` of the result. `allow_unknown`: as of `PlainObjects`.
     """
     plain = PlainObjects(allow_unknown=allow_unknown)
-    ours = {_full_name(kind): kind for kind in HARMLESS} | {name: (made, name) for name, made in plain.names.items()}
+    kinds = {_full_name(kind): kind for kind in HARMLESS} | {
+        name: (factory, name) for name, factory in plain.names.items()
+    }
     with _ALLOWING:  # the allowed classes are a setting of the whole process; the user's own ones stay
         users = set(torch.serialization.get_safe_globals())
-        added = [kind for kind in ours.values() if kind not in users]
+        added = [kind for kind in kinds.values() if kind not in users]
         hidden = [kind for kind in users if _full_name(kind) in {_full_name(kind) for kind in added}]
         remove_safe_globals(hidden)  # of two for one name torch would take any
         try:

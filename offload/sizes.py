@@ -7,9 +7,9 @@ PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 """Transparent huge pages: they double the disk's throughput on I/O buffers."""
 ALIGN_BYTES = 64
-"""Alignment of every parameter inside its flat unit: one cache line, one AVX-512 register."""
+"""Alignment of every parameter inside its flat buffer: one cache line, one AVX-512 register."""
 BLOCK_NUMEL = 4096
-"""Elements per norm block; every shard is a multiple of it, so every plane range is page-aligned."""
+"""Elements per norm block; every shard is a multiple of it, so every range of a tiered array is page-aligned."""
 
 
 def align_up(value: int, multiple: int) -> int:

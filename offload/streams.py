@@ -1,16 +1,16 @@
-"""The order of work on a device: the engine's own streams in addition to the user's, and fences between them.
+"""The order of work on a device: the engine's own streams in addition to the user's, and events between them.
 
 [Note: streams] The user's streams compute: in a hook, the current stream is the one that runs the model's work around
-the hook. The engine has four streams: one copies to the device, one copies to the host, the mover works on the third
-with memory of the device, and collectives run on the fourth. A fence marks the end of all work that a stream has been
-given so far. Streams wait for fences; the host waits only if it needs the bytes itself, before it reads or overwrites
+the hook. The engine has four streams: one copies to the device, one copies to the host, the I/O loop works on the third
+with memory of the device, and collectives run on the fourth. An event marks the end of all work that was queued on a
+stream so far. Streams wait for events; the host waits only if it needs the bytes itself, before it reads or overwrites
 memory.
 
-[Note: a device that fails] The error of a device appears only when a thread waits for it, and work given to the device
-never finishes. So the first error is kept: all later users of the streams get it, and no thread waits for memory
-whose fence would never pass.
+[Note: a device that fails] The error of a device appears only when a thread waits for it, and work queued on the
+device never finishes. So the first error is kept: all later users of the streams get it, and no thread waits for memory
+whose event would never be complete.
 
-[Note: one logic] A machine without a GPU has no streams: there `Streams` copies at once and there are no fences. The
+[Note: one logic] A machine without a GPU has no streams: there `Streams` copies at once and there are no events. The
 tests run the same callers with copies that are late.
 """
 
@@ -43,7 +43,7 @@ MaybeEvent: TypeAlias = "Event | None"
 
 
 class Freeable(Protocol):
-    """An object that can be released."""
+    """An object whose memory can be freed."""
 
     def free(self) -> None:
         """Return the object to its owner."""
@@ -73,15 +73,15 @@ class Streams:
     # ---- any thread ---------------------------------------------------------------------------
 
     def record_event(self) -> MaybeEvent:
-        """A fence after all work so far on the calling thread's current stream."""
+        """An event after all work so far on the calling thread's current stream."""
         return None
 
     def record_copy_event(self) -> MaybeEvent:
-        """A fence after all copies to the device so far."""
+        """An event after all copies to the device so far."""
         return None
 
     def record_update_event(self) -> MaybeEvent:
-        """A fence after all work so far that the mover has given the device."""
+        """An event after all work that the I/O loop has queued on the device so far."""
         return None
 
     def collective_stream(self, *after: MaybeEvent) -> AbstractContextManager[None]:
@@ -94,7 +94,7 @@ class Streams:
         return nullcontext()
 
     def wait_events(self, *events: MaybeEvent) -> None:
-        """Let the calling thread's current stream wait for the fences. The thread itself does not wait."""
+        """Let the calling thread's current stream wait for the events. The thread itself does not wait."""
 
     def wait_and_record_stream(self, tensor: torch.Tensor, *after: MaybeEvent) -> None:
         """As `wait_events`; the memory of `tensor` is not reused before that stream has finished its work with it.
@@ -117,14 +117,14 @@ class Streams:
         return nullcontext()
 
     def copy_to_device(self, target: torch.Tensor, source: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
-        """Copy once the device has passed `after`; returns a fence after the copy.
+        """Copy once the device has passed `after`; returns an event after the copy.
 
-        Leave both tensors unchanged until that fence has passed.
+        Leave both tensors unchanged until that event is complete.
 
         Args:
             target: (N,) on the device.
             source: (N,) of the same dtype, on the host (pinned: else the thread may have to wait) or the device.
-            after: fences.
+            after: events that the copy waits for.
         """
         with self._timeline.span(COPIES, f"to {target.device}", source.nbytes):
             target.copy_(source)
@@ -134,13 +134,13 @@ class Streams:
         """As `copy_to_device`, from the device to the host."""
         return self.copy_to_device(target, source, *after)
 
-    # ---- the mover's loop ---------------------------------------------------------------------
+    # ---- the I/O loop -------------------------------------------------------------------------
 
     def enter_io_thread(self) -> None:
-        """Make the calling thread the mover: its work on the device then runs on the mover's stream."""
+        """Call it on the I/O loop's thread: its work on the device then runs on the loop's own stream."""
 
     async def synchronize(self, *events: MaybeEvent) -> None:
-        """Return once all fences have passed; the loop runs other tasks meanwhile."""
+        """Return once all events are complete; the loop runs other tasks meanwhile."""
 
     async def compute_on_host(self, work: Callable[[], None]) -> None:
         """Run `work`, kernels on host memory. If the device is not the host, the loop runs other tasks meanwhile.
@@ -155,8 +155,8 @@ class Streams:
         await asyncio.get_running_loop().run_in_executor(self._host, work)
 
     def free_after(self, block: Freeable, *events: MaybeEvent) -> None:
-        """Release `block` once all fences have passed; returns at once. Raises StateError if the device has failed."""
-        waiting = tuple(fence for fence in events if fence is not None)
+        """Free `block` once all events are complete; returns at once. Raises StateError if the device has failed."""
+        waiting = tuple(event for event in events if event is not None)
         if not waiting or self._failure is not None:
             block.free()
             self.check_device()
@@ -172,11 +172,11 @@ class Streams:
 
     async def _free_pending(self) -> None:
         while self._pending_frees:
-            block, fences = self._pending_frees[0]
+            block, events = self._pending_frees[0]
             try:
-                await self.synchronize(*fences)
+                await self.synchronize(*events)
             except Exception as error:
-                # The block is released nevertheless: its next user must get this error, and not the watchdog's.
+                # The block is freed nevertheless: its next user must get this error, and not the watchdog's.
                 self._note_failure(error)
             self._pending_frees.popleft()
             block.free()
@@ -193,8 +193,11 @@ class DeviceStreams(Streams):
     def __init__(self, device: torch.device, timeline: Timeline | None = None) -> None:
         super().__init__(timeline)
         self._device, self._module = device, module_of(device)
-        self._in, self._out, self._updates, self._collectives = (self._module.Stream(device) for _ in range(4))
-        self._has_collectives = False  # True: work of other ranks may come before a fence.
+        self._in = self._module.Stream(device)
+        self._out = self._module.Stream(device)
+        self._updates = self._module.Stream(device)
+        self._collectives = self._module.Stream(device)
+        self._has_collectives = False  # True: work of other ranks may come before an event.
         self._waiters = ThreadPoolExecutor(thread_name_prefix="zero-fence", initializer=set_device, initargs=(device,))
 
     def record_event(self) -> MaybeEvent:
@@ -217,8 +220,8 @@ class DeviceStreams(Streams):
         self._wait_events_on(self._out, after)
         return self._module.stream(self._out)  # type: ignore[no-any-return]
 
-    def wait_events(self, *fences: MaybeEvent) -> None:
-        self._wait_events_on(self._module.current_stream(self._device), fences)
+    def wait_events(self, *events: MaybeEvent) -> None:
+        self._wait_events_on(self._module.current_stream(self._device), events)
 
     def wait_and_record_stream(self, tensor: torch.Tensor, *after: MaybeEvent) -> None:
         self.wait_events(*after)
@@ -243,15 +246,15 @@ class DeviceStreams(Streams):
         set_device(self._device)
         self._module.set_stream(self._updates)
 
-    async def synchronize(self, *fences: MaybeEvent) -> None:
-        """For each fence a thread sleeps in the driver; polling would take the loop's time."""
+    async def synchronize(self, *events: MaybeEvent) -> None:
+        """For each event a thread sleeps in the driver; polling would take the loop's time."""
         self.check_device()
-        waiting: list[Any] = [fence for fence in fences if fence is not None]
+        waiting: list[Any] = [event for event in events if event is not None]
         try:
-            for fence in waiting:
-                if not fence.query():
+            for event in waiting:
+                if not event.query():
                     with external_wait() if self._has_collectives else nullcontext():  # perhaps for a slower rank
-                        await asyncio.get_running_loop().run_in_executor(self._waiters, fence.synchronize)
+                        await asyncio.get_running_loop().run_in_executor(self._waiters, event.synchronize)
         except Exception as error:
             self._note_failure(error)
             raise
@@ -277,33 +280,31 @@ class DeviceStreams(Streams):
         self._wait_events_on(stream, after)
         with self._module.stream(stream):
             target.copy_(source, non_blocking=True)
-        copied = self._record_event_on(stream)
+        event = self._record_event_on(stream)
         if self._timeline.is_on:
-            self._waiters.submit(
-                self._record_span, copied, f"to {target.device}", time.perf_counter_ns(), source.nbytes
-            )
-        return copied
+            self._waiters.submit(self._record_span, event, f"to {target.device}", time.perf_counter_ns(), source.nbytes)
+        return event
 
-    def _record_span(self, copied: Any, name: str, begin_ns: int, nbytes: int) -> None:
+    def _record_span(self, event: Any, name: str, begin_ns: int, nbytes: int) -> None:
         """Record a copy from its request to its end; only while the timeline is on."""
         try:
-            copied.synchronize()
+            event.synchronize()
         except Exception as error:
             self._note_failure(error)
             return
         self._timeline.add(COPIES, name, begin_ns, nbytes)
 
-    def _wait_events_on(self, stream: Any, fences: tuple[MaybeEvent, ...]) -> None:
+    def _wait_events_on(self, stream: Any, events: tuple[MaybeEvent, ...]) -> None:
         self.check_device()
-        for fence in fences:
-            if fence is not None:
-                stream.wait_event(fence)
+        for event in events:
+            if event is not None:
+                stream.wait_event(event)
 
     def _record_event_on(self, stream: Any) -> Event:
         event = new_event(self._device)
         event.record(stream)
-        mark: Event = event
-        return mark
+        recorded: Event = event
+        return recorded
 
 
 def open_streams(device: torch.device, timeline: Timeline | None = None) -> Streams:

@@ -1,7 +1,7 @@
 """A record of spans: when computation, transfers and waits began and ended. Kept only while recording is on.
 
 One `Timeline` per engine. While it is off, recording costs one attribute test. While it is on, a span is
-added once, when it ends: appends to the buffer are atomic, so lanes need no lock. The buffer is bounded:
+added once, when it ends: appends to the buffer are atomic, so threads need no lock. The buffer is bounded:
 once it is full, the oldest spans are dropped, and their number is reported.
 
 Seconds are counted at all times, by stopwatches: plain numbers with one writer each.
@@ -110,7 +110,10 @@ class _Running:
     __slots__ = ("_begin_ns", "_name", "_nbytes", "_timeline", "_track")
 
     def __init__(self, timeline: Timeline, track: Track, name: str, nbytes: int) -> None:
-        self._timeline, self._track, self._name, self._nbytes = timeline, track, name, nbytes
+        self._timeline = timeline
+        self._track: Track = track
+        self._name = name
+        self._nbytes = nbytes
 
     def __enter__(self) -> None:
         self._begin_ns = time.perf_counter_ns()

@@ -26,9 +26,9 @@ def trouble() -> str:
     origin = Path(spec.origin or "")
     if origin.is_file() and origin.read_text(encoding="utf-8", errors="replace").startswith(BEGINNING):
         return ""
-    ours = Path(__file__).parent.with_name(PACKAGE)
+    path = Path(__file__).parent.with_name(PACKAGE)
     return (
-        f"`import {PACKAGE}` finds {_place(spec)}{_owners()}, expected the module of {OURS} in {ours}. If it is your "
+        f"`import {PACKAGE}` finds {_place(spec)}{_owners()}, expected the module of {OURS} in {path}. If it is your "
         f"own file, rename it; if it was installed, {MEND}"
     )
 
@@ -38,8 +38,8 @@ def _place(spec: ModuleSpec) -> str:
 
 
 def _owners() -> str:
-    others = claims()
-    return f" (installed by {', '.join(others)})" if others else ""
+    names = claims()
+    return f" (installed by {', '.join(names)})" if names else ""
 
 
 def claims() -> list[str]:

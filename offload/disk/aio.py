@@ -40,7 +40,7 @@ def open_aio(options: AioOptions) -> Aio:
 
 
 def open_aio_loop(options: AioOptions) -> tuple[Aio, IoLoop]:
-    """An engine and a mover for it alone. Raises as `open_aio`; if the thread cannot be started, nothing is left."""
+    """An engine and an I/O loop for it alone. Raises as `open_aio`; if the thread cannot start, nothing stays open."""
     aio = open_aio(options)
     try:
         return aio, IoLoop(aio.in_flight, lambda: aio.stats().chunks)

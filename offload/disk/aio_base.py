@@ -149,7 +149,7 @@ def free_bytes(fd: int) -> int | None:
 async def shield_until_done(future: asyncio.Future[T]) -> T:
     """Await `future` to its end, even if this task is cancelled meanwhile; then raise CancelledError.
 
-    After a cancellation the kernel may still write into the transfer's buffer, so the memory must not be released
+    After a cancellation the kernel may still write into the transfer's buffer, so the memory must not be freed
     before the transfer has ended.
     """
     cancelled: asyncio.CancelledError | None = None
@@ -161,7 +161,7 @@ async def shield_until_done(future: asyncio.Future[T]) -> T:
     if cancelled is None:
         return future.result()
     if not future.cancelled():
-        future.exception()  # marks the error as retrieved; the caller gets the cancellation that it asked for
+        future.exception()  # marks the error as retrieved; the caller gets the cancellation that it requested
     raise cancelled
 
 
@@ -234,8 +234,8 @@ class Aio(ABC):
             raise StateError(f"{request}: the I/O engine is closed")
         await self._transfer_request(request)
         if self.timeline.is_on and request.op != "sync":
-            lane = READS if request.op == "read" else WRITES
-            self.timeline.add(lane, request.what, request.begin_ns, request.nbytes)
+            track = READS if request.op == "read" else WRITES
+            self.timeline.add(track, request.what, request.begin_ns, request.nbytes)
 
     @abstractmethod
     def stats(self) -> AioStats:

@@ -29,7 +29,7 @@ from offload.timeline import Stopwatch
 TRIES_MAX = 100
 RETRY_ERRNOS = (errno_names.EINTR, errno_names.EAGAIN)
 AGAIN_PAUSE_SECONDS = 50e-6
-STALL_POLL_SECONDS = 0.002  # Between two looks whether a transfer that a fault holds may go on.
+STALL_POLL_SECONDS = 0.002  # Between two checks whether a transfer that a fault has stalled may go on.
 
 _preadv = wrap(os.preadv)
 _pwritev = wrap(os.pwritev)
@@ -150,11 +150,13 @@ class AiofilesAio(Aio):
     async def _move_chunk(self, request: Request, data: memoryview, offset: int) -> None:
         """Move all of `data`, or raise; `offset` is its first byte in the file."""
         is_direct = _is_direct(request.fd)
-        begin = reached = tries = 0
+        begin = end = tries = 0
         try:
             while True:
                 try:
-                    moved, asked = await self._transfer(request, data[begin:], offset + begin, is_direct)
+                    moved_bytes, requested_bytes = await self._transfer(
+                        request, data[begin:], offset + begin, is_direct
+                    )
                 except OSError as error:
                     tries += 1
                     if error.errno not in RETRY_ERRNOS or tries > TRIES_MAX:
@@ -162,36 +164,36 @@ class AiofilesAio(Aio):
                     self._retried += 1
                     await asyncio.sleep(tries * AGAIN_PAUSE_SECONDS)
                     continue
-                if begin + moved == len(data):
-                    reached = len(data)
+                if begin + moved_bytes == len(data):
+                    end = len(data)
                     return
-                if begin + moved <= reached and moved < asked:
+                if begin + moved_bytes <= end and moved_bytes < requested_bytes:
                     # A read that stops at the same byte twice is at the end of the file.
                     tries += 1
                     if request.op == "read" or tries > TRIES_MAX:
                         errno = errno_names.ENODATA if request.op == "read" else errno_names.EIO
-                        raise request.error(errno, offset + reached)
+                        raise request.error(errno, offset + end)
                     continue
-                tries, reached = 0, begin + moved
+                tries, end = 0, begin + moved_bytes
                 self._resumed += 1
                 # O_DIRECT can resume only at an aligned byte.
-                begin = reached - reached % PAGE_BYTES if is_direct else reached
+                begin = end - end % PAGE_BYTES if is_direct else end
         finally:
             self._chunks += 1
             if request.op != "sync":
-                self._moved_bytes[request.op] += reached
+                self._moved_bytes[request.op] += end
 
     async def _transfer(self, request: Request, data: memoryview, offset: int, is_direct: bool) -> tuple[int, int]:
         """One system call on a worker thread: (bytes moved, bytes requested)."""
-        asked = len(data)
+        nbytes = len(data)
         if self._faults is not None:
-            asked = await self._faults.inject(request.op, offset, asked, is_direct)
-        how = {"loop": _ShieldingLoop, "executor": self._pool}
+            nbytes = await self._faults.inject(request.op, offset, nbytes, is_direct)
+        wrapper = {"loop": _ShieldingLoop, "executor": self._pool}
         if request.op == "sync":
-            await _fdatasync(request.fd, **how)
+            await _fdatasync(request.fd, **wrapper)
             return 0, 0
         move = _preadv if request.op == "read" else _pwritev
-        return await move(request.fd, [data[:asked]], offset, **how), asked
+        return await move(request.fd, [data[:nbytes]], offset, **wrapper), nbytes
 
     def _close_backend(self) -> None:
         self._pool.shutdown(wait=True)

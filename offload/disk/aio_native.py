@@ -55,7 +55,7 @@ def open_native(library: native.Native, backend: str, options: AioOptions) -> Na
     status = library.lib.zn_aio_probe(number)
     if status != 0:
         return why_unavailable(library, backend, status)
-    chosen = {
+    fields = {
         "backend": number,
         "queue_depth": options.queue_depth,
         "threads": options.threads,
@@ -65,7 +65,7 @@ def open_native(library: native.Native, backend: str, options: AioOptions) -> Na
         "chunk_bytes": options.chunk_bytes,
     }
     out = library.ffi.new("zn_aio **")
-    status = library.lib.zn_aio_open(out, library.ffi.new("zn_aio_options *", chosen))
+    status = library.lib.zn_aio_open(out, library.ffi.new("zn_aio_options *", fields))
     if status != 0:
         return why_unavailable(library, backend, status)
     return NativeAio(library, out[0], backend, options)

@@ -43,12 +43,12 @@ def identify(folder: Path) -> DeviceIdentity:
     source, file_system = _mount_of(numbers)
     block = SYSFS / numbers
     name = block.resolve().name if block.exists() else source
-    whole = block if (block / "queue").exists() else block.resolve().parent  # else a partition: its disk
+    disk = block if (block / "queue").exists() else block.resolve().parent  # else a partition: its disk
     sectors = _text(block / "size")
     return DeviceIdentity(
         name=name,
-        model=_text(whole / "device" / "model") or _text(whole / "loop" / "backing_file"),
-        serial=_text(whole / "device" / "serial") or _text(whole / "serial"),
+        model=_text(disk / "device" / "model") or _text(disk / "loop" / "backing_file"),
+        serial=_text(disk / "device" / "serial") or _text(disk / "serial"),
         size_bytes=int(sectors) * 512 if sectors.isdigit() else 0,
         file_system=file_system,
         kernel=os.uname().release,

@@ -1,8 +1,8 @@
 """Initial values, kept on disk until the layout is known.
 
 While a model is being built, its layout is not known yet. Its parameters are spilled to one file
-without a name as soon as their constructor returns, and read back by range when the planes exist. The ranks of one node
-share the file, see `common_file`.
+without a name as soon as their constructor returns, and read back by range when the tiered arrays exist. The ranks of
+one node share the file, see `shared_init_file`.
 """
 
 from __future__ import annotations
@@ -116,12 +116,12 @@ def read_into(fd: int, offset: int, out: torch.Tensor, what: str, where: Path | 
     data, position = _bytes_of(out), 0
     while position < len(data):
         try:
-            got = os.preadv(fd, [data[position : position + (64 << 20)]], offset + position)
+            count = os.preadv(fd, [data[position : position + (64 << 20)]], offset + position)
         except OSError as error:
             raise StorageError.from_os_error(error, what, where, offset + position) from error
-        if got == 0:
+        if count == 0:
             raise StorageError.from_os_error(OSError(errno.ENODATA, "end of file"), what, where, offset + position)
-        position += got
+        position += count
     os.posix_fadvise(fd, offset, len(data), os.POSIX_FADV_DONTNEED)
 
 

@@ -1,6 +1,6 @@
 """Tensors to and from files with names, through the I/O engine; transfers run in the background until `wait`.
 
-Whole pages bypass the page cache if buffer, offset and file system allow it. The rest, such as the end of a file of
+Whole pages bypass the page cache if buffer, offset and file system allow it. Other bytes, such as the end of a file of
 an odd length, passes through the cache. The two never share a page.
 """
 
@@ -32,7 +32,7 @@ PathOrDescriptor = str | int  # The path of a file, or an open descriptor, which
 
 @dataclass(frozen=True, slots=True)
 class RegisteredMemory:
-    memory: torch.Tensor  # Kept alive: registered or pinned memory must not be unmapped before `undo` ran.
+    memory: torch.Tensor  # Referenced here: registered or pinned memory must not be unmapped before `undo` ran.
     undo: list[Callable[[], None]]
 
     def unregister(self) -> None:
@@ -79,36 +79,36 @@ class NamedFiles:
 
     def wait(self) -> int:
         """Wait for all started transfers; returns their number. Raises StorageError: the first that failed."""
-        while self._done_count < len(self._futures):  # an interrupt in here leaves the rest to the next call
+        while self._done_count < len(self._futures):  # an interrupt in here leaves the other transfers to the next call
             error = self._futures[self._done_count].wait()
             self._error = self._error or error
             self._done_count += 1
-        ended, error = self._done_count, self._error
+        count, error = self._done_count, self._error
         self._futures, self._done_count, self._error = [], 0, None
         if error is not None:
             raise error
-        return ended
+        return count
 
     def new_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeroed page-aligned host memory, 1-D, registered with the I/O engine, and pinned if there is a GPU.
 
         Raises BudgetError: the kernel has no memory.
         """
-        whole = tensor_over(map_host(numel * dtype.itemsize))
-        undo = [self._aio.register_memory(whole), pin(whole)]
-        self._registered[whole.data_ptr()] = RegisteredMemory(whole, [step for step in undo if step is not None])
-        return whole[: numel * dtype.itemsize].view(dtype)
+        memory = tensor_over(map_host(numel * dtype.itemsize))
+        undo = [self._aio.register_memory(memory), pin(memory)]
+        self._registered[memory.data_ptr()] = RegisteredMemory(memory, [step for step in undo if step is not None])
+        return memory[: numel * dtype.itemsize].view(dtype)
 
     def has_memory(self, tensor: torch.Tensor) -> bool:
-        """True: the tensor views memory from `new_memory` that is not released."""
+        """True: the tensor views memory from `new_memory` that is still registered."""
         return tensor.untyped_storage().data_ptr() in self._registered
 
     def free_memory(self, memory: torch.Tensor) -> bool:
-        """Release memory from `new_memory`; False: it is not such memory. It is freed with the last tensor over it."""
-        lent = self._registered.pop(memory.data_ptr(), None)
-        if lent is not None:
-            lent.unregister()
-        return lent is not None
+        """Unregister memory of `new_memory`; False: it is not such memory. It is freed with the last tensor over it."""
+        registered = self._registered.pop(memory.data_ptr(), None)
+        if registered is not None:
+            registered.unregister()
+        return registered is not None
 
     def close(self) -> None:
         """Wait for running transfers, and end the thread. Idempotent."""
@@ -117,8 +117,8 @@ class NamedFiles:
 
 def _close(io_loop: IoLoop, aio: Aio, registered: dict[int, RegisteredMemory]) -> None:
     def end() -> None:
-        for one in registered.values():
-            one.unregister()
+        for memory in registered.values():
+            memory.unregister()
         aio.close()
 
     if io_loop.is_forked:
@@ -130,7 +130,7 @@ def _close(io_loop: IoLoop, aio: Aio, registered: dict[int, RegisteredMemory]) -
     end()
 
 
-# Not a method: a running job must not keep the object alive, or it would be closed on the mover's thread.
+# Not a method: a running job must not keep the object alive, or it would be closed on the I/O loop's thread.
 async def _run(
     aio: Aio, kind: Operation, buffer: torch.Tensor, where: PathOrDescriptor, offset: int, validate: bool
 ) -> None:
@@ -139,9 +139,9 @@ async def _run(
     with _open_file(kind, where, validate) as fd:
         await _move(aio, kind, fd, data, path, offset)
         if validate:
-            again = torch.empty_like(data)
-            await aio.read(fd, offset, again, path)
-            if not torch.equal(again, data):
+            stored = torch.empty_like(data)
+            await aio.read(fd, offset, stored, path)
+            if not torch.equal(stored, data):
                 what = f"{kind} of {data.numel():,} bytes: the file has other contents"
                 raise StorageError(what, errno=errno_names.EIO, path=path, offset=offset, free_bytes=free_bytes(fd))
     if kind == "read" and host is not buffer:
@@ -150,17 +150,17 @@ async def _run(
 
 async def _move(aio: Aio, kind: Operation, fd: int, data: torch.Tensor, path: str, offset: int) -> None:
     move = aio.read if kind == "read" else aio.write
-    whole = data.numel() // PAGE_BYTES * PAGE_BYTES
+    direct_bytes = data.numel() // PAGE_BYTES * PAGE_BYTES
     aligned = not (offset % PAGE_BYTES or data.data_ptr() % PAGE_BYTES)
     mode = os.O_DIRECT | (os.O_RDONLY if kind == "read" else os.O_WRONLY)
-    direct = reopen(fd, mode) if whole and aligned else None
+    direct = reopen(fd, mode) if direct_bytes and aligned else None
     if direct is None:
         await move(fd, offset, data, path)
         return
     try:
-        jobs = [move(direct, offset, data[:whole], path)]
-        if whole < data.numel():
-            jobs.append(move(fd, offset + whole, data[whole:], path))
+        jobs = [move(direct, offset, data[:direct_bytes], path)]
+        if direct_bytes < data.numel():
+            jobs.append(move(fd, offset + direct_bytes, data[direct_bytes:], path))
         # All must end before the descriptor is closed, and before an error reaches the caller.
         results = await asyncio.gather(*jobs, return_exceptions=True)
     finally:

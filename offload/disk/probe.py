@@ -1,4 +1,4 @@
-"""Measures the disk of a folder as the optimizer uses it: records are read and written back, several in flight.
+"""Measures the disk of a folder as the optimizer uses it: states are read and written back, several in flight.
 
 All figures come from the engine itself: O_DIRECT transfers on registered huge pages, in short bursts that walk over
 a file of random bytes. Candidates take turns, so that drift of the disk's speed affects all of them alike.
@@ -61,10 +61,11 @@ class ProbeFile:
         self._path = str(folder)
         status = os.statvfs(folder)
         nbytes = min(file_bytes_max, status.f_bavail * status.f_frsize // 2)
-        if nbytes < RECORDS_IN_FLIGHT * RECORD_BYTES_MIN:
+        nbytes_min = RECORDS_IN_FLIGHT * RECORD_BYTES_MIN
+        if nbytes < nbytes_min:
             raise ConfigError(
-                f"probing {folder}: expected at least {2 * RECORDS_IN_FLIGHT * RECORD_BYTES_MIN:,} free bytes, because a probe "
-                "uses half of them; free some space, or choose another folder"
+                f"probing {folder}: expected at least {2 * nbytes_min:,} free bytes, because a probe uses half of "
+                "them; free some space, or choose another folder"
             )
         self._memory = tensor_over(map_host(RECORDS_IN_FLIGHT * RECORD_BYTES_MAX))
         self._memory.view(torch.int64).random_()
@@ -89,14 +90,14 @@ class ProbeFile:
     def burst(self, aio: Aio, kind: Workload, seconds: float = BURST_SECONDS) -> float:
         """Bytes per second, reads and writes together, in a burst of about `seconds`."""
         begin = time.perf_counter()
-        running = self._loop.create_task(self._run(aio, kind, begin + seconds))
+        task = self._loop.create_task(self._run(aio, kind, begin + seconds))
         try:
-            moved = self._loop.run_until_complete(running)
+            moved_bytes = self._loop.run_until_complete(task)
         except BaseException:  # an interrupt: the transfers in flight must end before the engine is closed
-            if not running.done():
-                self._loop.run_until_complete(asyncio.wait([running]))
+            if not task.done():
+                self._loop.run_until_complete(asyncio.wait([task]))
             raise
-        return moved / (time.perf_counter() - begin)
+        return moved_bytes / (time.perf_counter() - begin)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -112,44 +113,44 @@ class ProbeFile:
     def _fill(self, seconds: float) -> None:
         """Write from the start until the time is over; then size the records so that bursts are short on slow disks."""
         aio = open_aio(AioOptions())
-        deadline, everything = time.perf_counter() + seconds, self._records
+        deadline, records = time.perf_counter() + seconds, self._records
         try:
             speed = self.burst(aio, "write", seconds / 4)
-            while self._cursor < everything and time.perf_counter() < deadline:
+            while self._cursor < records and time.perf_counter() < deadline:
                 speed = self.burst(aio, "write", min(seconds / 4, deadline - time.perf_counter()))
         finally:
             aio.close()
-        written = min(self._cursor, everything) * RECORD_BYTES_MIN
-        wanted = speed * 2 * BURST_SECONDS / (2 * RECORDS_IN_FLIGHT)
+        written_bytes = min(self._cursor, records) * RECORD_BYTES_MIN
+        wanted_bytes = speed * 2 * BURST_SECONDS / (2 * RECORDS_IN_FLIGHT)
         while self.record_bytes < RECORD_BYTES_MAX and 2 * self.record_bytes <= min(
-            wanted, written // RECORDS_IN_FLIGHT
+            wanted_bytes, written_bytes // RECORDS_IN_FLIGHT
         ):
             self.record_bytes *= 2
-        self._records, self._cursor = written // self.record_bytes, 0
+        self._records, self._cursor = written_bytes // self.record_bytes, 0
 
     async def _run(self, aio: Aio, kind: Workload, deadline: float) -> int:
-        moved = 0
+        moved_bytes = 0
 
-        async def lane(buffer: torch.Tensor) -> None:
-            nonlocal moved
+        async def move_records(buffer: torch.Tensor) -> None:
+            nonlocal moved_bytes
             while True:  # at least one record, so that there is always a result
                 offset = self._cursor % self._records * self.record_bytes
                 self._cursor += 1
                 if kind != "write":
                     await aio.read(self._fd, offset, buffer, self._path)
-                    moved += self.record_bytes
+                    moved_bytes += self.record_bytes
                 if kind != "read":
                     await aio.write(self._fd, offset, buffer, self._path)
-                    moved += self.record_bytes
+                    moved_bytes += self.record_bytes
                 if time.perf_counter() >= deadline:
                     return
 
         starts = range(0, RECORDS_IN_FLIGHT * RECORD_BYTES_MAX, RECORD_BYTES_MAX)
-        lanes = [lane(self._memory[at : at + self.record_bytes]) for at in starts]
-        for failed in await asyncio.gather(*lanes, return_exceptions=True):  # all have ended before an error is raised
-            if failed is not None:
-                raise failed
-        return moved
+        moves = [move_records(self._memory[begin : begin + self.record_bytes]) for begin in starts]
+        for error in await asyncio.gather(*moves, return_exceptions=True):  # all have ended before an error is raised
+            if error is not None:
+                raise error
+        return moved_bytes
 
 
 def measure_interleaved(
@@ -169,8 +170,8 @@ def measure_interleaved(
                 continue
             ends.callback(engines[setting].close)
             speeds[setting] = []
-        for turn in range(rounds):
-            if turn and not has_time():
+        for number in range(rounds):
+            if number and not has_time():
                 break
             for setting, aio in engines.items():
                 speeds[setting].append(file.burst(aio, "mixed"))

@@ -2,8 +2,8 @@
 
 [Note: even in every window] In a round of stripes each file gets a number of stripes according to its
 weight. They are spread over the round, so that after any number of stripes each file has its share to
-within one. If each file got its stripes in one run, the whole space would be balanced too. But a record
-is shorter than a round: all of it could lie on one drive while the others wait.
+within one. If each file got its stripes in one run, the swap space would be balanced too. But an
+optimizer state is shorter than a round: all of it could lie on one drive while the others wait.
 """
 
 from __future__ import annotations
@@ -51,45 +51,45 @@ class StripeMap:
     def _lay_out(self, counts: tuple[int, ...], stripe_bytes: int) -> None:
         self.counts, self.stripe_bytes = counts, stripe_bytes
         self._round = spread(self.counts)
-        seen = [0] * len(self.counts)
+        file_stripes = [0] * len(self.counts)
         self._local: list[int] = []  # position in the round -> number of this stripe among its file's
         for file in self._round:
-            self._local.append(seen[file])
-            seen[file] += 1
+            self._local.append(file_stripes[file])
+            file_stripes[file] += 1
 
     def pieces(self, offset: int, nbytes: int) -> Iterator[StripePiece]:
         """The file ranges that hold [offset, offset + nbytes), in order; neighbours in one file are merged."""
         if len(self.counts) == 1:
             yield StripePiece(0, offset, 0, nbytes)
             return
-        held: StripePiece | None = None
+        piece: StripePiece | None = None
         position, end = offset, offset + nbytes
         while position < end:
             file, file_offset, length = self._locate(position, end)
-            if held is not None and held.file == file and held.file_offset + held.nbytes == file_offset:
-                held = StripePiece(file, held.file_offset, held.begin, held.nbytes + length)
+            if piece is not None and piece.file == file and piece.file_offset + piece.nbytes == file_offset:
+                piece = StripePiece(file, piece.file_offset, piece.begin, piece.nbytes + length)
             else:
-                if held is not None:
-                    yield held
-                held = StripePiece(file, file_offset, position - offset, length)
+                if piece is not None:
+                    yield piece
+                piece = StripePiece(file, file_offset, position - offset, length)
             position += length
-        if held is not None:
-            yield held
+        if piece is not None:
+            yield piece
 
     def file_bytes(self, file: int, capacity_bytes: int) -> int:
         """Length that a file needs for the first `capacity_bytes`. The sum over all files is exactly that many."""
         if len(self.counts) == 1:
             return capacity_bytes
-        turns, rest = divmod(capacity_bytes, len(self._round) * self.stripe_bytes)
-        stripes, inside = divmod(rest, self.stripe_bytes)
-        whole = turns * self.counts[file] + self._round[:stripes].count(file)
-        return whole * self.stripe_bytes + (inside if self._round[stripes] == file else 0)
+        rounds, remainder = divmod(capacity_bytes, len(self._round) * self.stripe_bytes)
+        stripes, inside = divmod(remainder, self.stripe_bytes)
+        full_stripes = rounds * self.counts[file] + self._round[:stripes].count(file)
+        return full_stripes * self.stripe_bytes + (inside if self._round[stripes] == file else 0)
 
     def _locate(self, position: int, end: int) -> tuple[int, int, int]:
         stripe, inside = divmod(position, self.stripe_bytes)
-        turn, place = divmod(stripe, len(self._round))
+        number, place = divmod(stripe, len(self._round))
         file = self._round[place]
-        file_offset = (turn * self.counts[file] + self._local[place]) * self.stripe_bytes + inside
+        file_offset = (number * self.counts[file] + self._local[place]) * self.stripe_bytes + inside
         return file, file_offset, min(self.stripe_bytes - inside, end - position)
 
 
@@ -113,13 +113,13 @@ def stripe_counts(weights: Sequence[float], stripes_max: int = ROUND_STRIPES_MAX
     return best
 
 
-def _apportion(parts: Sequence[float], length: int) -> tuple[int, ...]:
-    """Divide `length` stripes by `parts`, whose sum is 1: at least one each, the largest remainders are rounded up."""
-    counts = [max(int(part * length), 1) for part in parts]
+def _apportion(shares: Sequence[float], length: int) -> tuple[int, ...]:
+    """Divide `length` stripes by `shares`, whose sum is 1: at least one each, the largest remainders are rounded up."""
+    counts = [max(int(share * length), 1) for share in shares]
     while sum(counts) < length:
-        counts[max(range(len(parts)), key=lambda i: parts[i] * length - counts[i])] += 1
+        counts[max(range(len(shares)), key=lambda i: shares[i] * length - counts[i])] += 1
     while sum(counts) > length:
-        counts[min((i for i in range(len(parts)) if counts[i] > 1), key=lambda i: parts[i] * length - counts[i])] -= 1
+        counts[min((i for i in range(len(shares)) if counts[i] > 1), key=lambda i: shares[i] * length - counts[i])] -= 1
     return tuple(counts)
 
 
@@ -131,11 +131,13 @@ def spread(counts: Sequence[int]) -> tuple[int, ...]:
     "Proportionate progress", Algorithmica 1996; for one resource it is never stuck).
     """
     length = sum(counts)
-    given = [0] * len(counts)
+    placed = [0] * len(counts)
     order = []
     for position in range(length):
-        eligible = [i for i, count in enumerate(counts) if given[i] < count and given[i] * length // count <= position]
-        file = min(eligible, key=lambda i: -(-(given[i] + 1) * length // counts[i]))
-        given[file] += 1
+        eligible = [
+            i for i, count in enumerate(counts) if placed[i] < count and placed[i] * length // count <= position
+        ]
+        file = min(eligible, key=lambda i: -(-(placed[i] + 1) * length // counts[i]))
+        placed[file] += 1
         order.append(file)
     return tuple(order)

@@ -30,7 +30,7 @@ class FileRange:
     fd: int
     path: str
     file_offset: int
-    begin: int  # First byte of the transfer's buffer that this span covers.
+    begin: int  # First byte of the transfer's buffer that this range covers.
     nbytes: int
 
 
@@ -67,8 +67,8 @@ class SwapSpace:
         paths: existing folders, best on different drives.
         capacity_bytes: reserved at once, so a full disk fails before training does.
         speeds: bytes per second of each path's device, to stripe by; None: measured if there are several devices.
-        pending_free: device number -> bytes that other files there free while the space is filled. If the space needs these
-            bytes, `reserve` makes the reservation later, once the space is filled.
+        pending_free: device number -> bytes that other files there free while the space is filled. If the space needs
+            them, `reserve` makes the reservation later, once the space is filled.
 
     Attributes:
         direct: transfers bypass the page cache.
@@ -128,7 +128,7 @@ class SwapSpace:
 
     @property
     def is_reserved(self) -> bool:
-        """False while the reservation waits for space that others will free, see `coming`."""
+        """False while the reservation waits for space that others will free, see `pending_free`."""
         return not self._awaits_space
 
     def reserve(self) -> None:
@@ -205,10 +205,10 @@ class PeerSwap(SwapSpace):
             )
         flags = os.O_RDONLY | (os.O_DIRECT if geometry.direct else 0)
         for descriptor, path in zip(descriptors, geometry.paths, strict=True):
-            own = linux.reopen(descriptor, flags)  # None: it keeps the right to write
-            if own is not None:
+            reopened = linux.reopen(descriptor, flags)  # None: it keeps the right to write
+            if reopened is not None:
                 os.close(descriptor)
-            self._files.append(SwapFile(descriptor if own is None else own, path))
+            self._files.append(SwapFile(descriptor if reopened is None else reopened, path))
 
     def extend(self, nbytes: int) -> int:
         """Not allowed. Raises StateError: always; the space belongs to another process."""
@@ -260,8 +260,8 @@ def make_folder(path: Path | str) -> str:
 
 
 def _mount_of(folder: Path) -> Path:
-    whole = folder.resolve()
-    return next(above for above in (whole, *whole.parents) if os.path.ismount(above))
+    path = folder.resolve()
+    return next(parent for parent in (path, *path.parents) if os.path.ismount(parent))
 
 
 def check_room(
@@ -269,7 +269,7 @@ def check_room(
 ) -> None:
     """Refuse a swap space that the file systems cannot hold, before a byte is written.
 
-    Raises ConfigError: "need X, have Y at PATH". `pending_free`: device number -> bytes that others will free there in time.
+    Raises ConfigError: "need X, have Y at PATH". `pending_free`: device number -> bytes that others will free there.
     """
     for folder, need, have in _rooms(folders, needs):
         have += pending_free.get(folder.stat().st_dev, 0)
@@ -289,7 +289,11 @@ def _rooms(folders: Sequence[Path], needs: Sequence[int]) -> Iterator[tuple[Path
     """(folder, bytes needed on its device, bytes free there)."""
     devices = [folder.stat().st_dev for folder in folders]
     for folder, device in zip(folders, devices, strict=True):
-        yield folder, sum(n for n, other in zip(needs, devices, strict=True) if other == device), free_bytes(folder)
+        yield (
+            folder,
+            sum(nbytes for nbytes, number in zip(needs, devices, strict=True) if number == device),
+            free_bytes(folder),
+        )
 
 
 def stripe_weights(folders: Sequence[Path], speeds: Sequence[float] | None) -> list[float]:
@@ -305,8 +309,8 @@ def stripe_weights(folders: Sequence[Path], speeds: Sequence[float] | None) -> l
         try:
             measured = {device: mixed_speed(folder) for device, folder in zip(devices, folders, strict=True)}
         except (ConfigError, StorageError) as error:
-            told = f"the devices of nvme_path get equal shares, because one could not be measured: {error}"
-            warnings.warn(told, RuntimeWarning, stacklevel=2)
+            message = f"the devices of nvme_path get equal shares, because one could not be measured: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
             measured = dict.fromkeys(devices, 1.0)
         speeds = [measured[device] for device in devices]
     return [speed / devices.count(device) for speed, device in zip(speeds, devices, strict=True)]

@@ -89,15 +89,15 @@ class Tuning:
         try:
             if values["format"] != FORMAT:
                 raise ValueError(f"format {values['format']}, expected {FORMAT}")
-            rest = {key: value for key, value in values.items() if key != "format"}
-            rest["device"] = DeviceIdentity(**rest["device"])
-            rest["setting"] = Setting(**rest["setting"])
-            rest["setting"].options()
-            rest["measurements"] = tuple(
-                Measurement(**{**m, "setting": Setting(**m["setting"])}) for m in rest["measurements"]
+            fields = {key: value for key, value in values.items() if key != "format"}
+            fields["device"] = DeviceIdentity(**fields["device"])
+            fields["setting"] = Setting(**fields["setting"])
+            fields["setting"].options()
+            fields["measurements"] = tuple(
+                Measurement(**{**m, "setting": Setting(**m["setting"])}) for m in fields["measurements"]
             )
-            rest["reasons"] = tuple(rest["reasons"])
-            tuning = Tuning(**rest)
+            fields["reasons"] = tuple(fields["reasons"])
+            tuning = Tuning(**fields)
             if not tuning.mixed_bytes_per_second > 0:
                 raise ValueError("no speed")
         except (KeyError, TypeError, AttributeError, ConfigError) as error:
@@ -134,11 +134,13 @@ def probe(folder: Path) -> Tuning:
                 reasons.append(f"{question}: not measured, because the time was used up")
                 continue
             speeds = measure_interleaved(file, _candidates(question, best), ROUNDS, has_time)
-            best, reason, found = choose(question, best, speeds)
-            measurements += found
+            best, reason, results = choose(question, best, speeds)
+            measurements += results
             reasons.append(reason)
-        best, reason, found = _confirm(best, measurements, lambda s: measure_interleaved(file, s, ROUNDS, may_confirm))
-        measurements += found
+        best, reason, results = _confirm(
+            best, measurements, lambda s: measure_interleaved(file, s, ROUNDS, may_confirm)
+        )
+        measurements += results
         reasons += [reason] if reason else []
         rounds = ROUNDS if has_time() else 1
         read, write, mixed = (measure_workload(file, best, kind, rounds) for kind in ("read", "write", "mixed"))
@@ -160,8 +162,8 @@ def probe(folder: Path) -> Tuning:
 def _candidates(question: str, best: Setting) -> list[Setting]:
     values = {"backend": NATIVE_BACKENDS, "chunk_bytes": CHUNK_BYTES, "queue_depth": QUEUE_DEPTHS}[question]
     fields = dataclasses.asdict(best)
-    others = [Setting(**{**fields, question: value}) for value in values]
-    return [best, *(setting for setting in others if setting != best)]
+    settings = [Setting(**{**fields, question: value}) for value in values]
+    return [best, *(setting for setting in settings if setting != best)]
 
 
 def _confirm(
@@ -171,10 +173,10 @@ def _confirm(
     default = default_setting()
     if best == default or default not in {m.setting for m in measurements}:
         return best, "", []
-    chosen, _, found = choose("all together", default, measure([default, best]))
+    chosen, _, results = choose("all together", default, measure([default, best]))
     if chosen == best:
-        return best, f"confirmed: {found[1].ratio:.2f} times the defaults", found
-    return default, f"not confirmed ({found[1].ratio:.2f} times the defaults): the defaults are kept", found
+        return best, f"confirmed: {results[1].ratio:.2f} times the defaults", results
+    return default, f"not confirmed ({results[1].ratio:.2f} times the defaults): the defaults are kept", results
 
 
 def choose(
@@ -191,25 +193,29 @@ def choose(
         raise ConfigError(
             f"tuning: none of the {question} candidates can be opened on this machine; run: python -m native.build"
         )
-    known = incumbent if incumbent in speeds else next(iter(speeds))
-    found = []
+    baseline = incumbent if incumbent in speeds else next(iter(speeds))
+    results = []
     for setting, samples in speeds.items():
-        ratios = [ours / base for ours, base in zip(samples, speeds[known], strict=True)]
+        ratios = [speed / baseline_speed for speed, baseline_speed in zip(samples, speeds[baseline], strict=True)]
         wins = sum(ratio > 1 for ratio in ratios)
         median = statistics.median(samples)
-        found.append(Measurement(question, setting, median, statistics.median(ratios), wins, len(ratios)))
-    fastest = max(found, key=lambda m: (m.is_clear, m.ratio))
-    if known != incumbent:
-        return known, f"{question}: {_value(known, question)}, the best that can be opened on this machine", found
-    if fastest.setting == known:
-        return known, f"{question}: {_value(known, question)} was fastest", found
+        results.append(Measurement(question, setting, median, statistics.median(ratios), wins, len(ratios)))
+    fastest = max(results, key=lambda m: (m.is_clear, m.ratio))
+    if baseline != incumbent:
+        return (
+            baseline,
+            f"{question}: {_value(baseline, question)}, the best that can be opened on this machine",
+            results,
+        )
+    if fastest.setting == baseline:
+        return baseline, f"{question}: {_value(baseline, question)} was fastest", results
     text = (
-        f"{_value(fastest.setting, question)} was {fastest.ratio:.2f} times as fast as {_value(known, question)} "
+        f"{_value(fastest.setting, question)} was {fastest.ratio:.2f} times as fast as {_value(baseline, question)} "
         f"and won {fastest.wins} of {fastest.rounds} rounds"
     )
     if fastest.is_clear:
-        return fastest.setting, f"{question}: {text}", found
-    return known, f"{question}: {_value(known, question)} is kept; {text}, which is not clearly faster", found
+        return fastest.setting, f"{question}: {text}", results
+    return baseline, f"{question}: {_value(baseline, question)} is kept; {text}, which is not clearly faster", results
 
 
 def _value(setting: Setting, question: str) -> str:
@@ -241,8 +247,8 @@ def write_cached(tuning: Tuning) -> str:
         target.parent.mkdir(parents=True, exist_ok=True)
         fd, name = tempfile.mkstemp(prefix=".tuning-", dir=target.parent)
         try:
-            with os.fdopen(fd, "w", encoding="utf-8") as out:
-                json.dump(tuning.as_dict(), out, indent=1)
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
+                json.dump(tuning.as_dict(), file, indent=1)
             os.replace(name, target)  # readers see the old result or the new one
         except BaseException:
             with contextlib.suppress(OSError):

@@ -38,10 +38,8 @@ class _Entry:
     block: Block | None
     reading: asyncio.Task[torch.Tensor]
     data: torch.Tensor | None = None  # Set once the box is read.
-    is_requested: bool = (
-        False  # Set by the calling thread; the block is reclaimed only once the reader has set `is_used`.
-    )
-    is_used: bool = False
+    is_requested: bool = False  # Set by the calling thread.
+    is_used: bool = False  # Set by the reader; only then the block can be reclaimed.
 
 
 class BoxReader:
@@ -100,7 +98,7 @@ class BoxReader:
         return out
 
     def close(self) -> None:
-        """Release threads, memory and files. Idempotent."""
+        """End the threads, free the memory and close the files. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -152,7 +150,7 @@ class BoxReader:
                 return block
 
     def _reclaim(self) -> bool:
-        """Release the box that was requested longest ago and is not held any more; False if there is none."""
+        """Free the box that was requested longest ago and may change now; False if there is none."""
         for box, entry in self._entries.items():
             if entry.is_used and entry.reading.done() and entry not in self._recent:
                 del self._entries[box]
@@ -203,24 +201,24 @@ class BoxReader:
     def _start_read(self, box: StoredBox, block: Block | None, memory: torch.Tensor) -> _Entry:
         entry = _Entry(block, asyncio.create_task(self._read(box, memory)))
 
-        def read(task: asyncio.Task[torch.Tensor]) -> None:
+        def on_read(task: asyncio.Task[torch.Tensor]) -> None:
             if not task.cancelled() and task.exception() is None:
                 entry.data = task.result()
             self._change_event.set()
 
-        entry.reading.add_done_callback(read)
+        entry.reading.add_done_callback(on_read)
         return entry
 
     async def _read(self, box: StoredBox, memory: torch.Tensor) -> torch.Tensor:
         path = self._paths[box.file]
         if box.nbytes:
-            whole = memory[: align_up(box.nbytes, PAGE_BYTES)]
-            await self._aio.read(self._files[box.file].fd, box.offset, whole, str(path), "checkpoint")
+            pages = memory[: align_up(box.nbytes, PAGE_BYTES)]
+            await self._aio.read(self._files[box.file].fd, box.offset, pages, str(path), "checkpoint")
         data = memory[: box.nbytes]
-        found = kernels.crc32c(data)
-        if found != box.crc:
+        checksum = kernels.crc32c(data)
+        if checksum != box.crc:
             raise DamagedError(
                 f"{path}: {box.nbytes:,} bytes at offset {box.offset:,} are damaged: expected the checksum "
-                f"{box.crc:#010x}, got {found:#010x}; load another checkpoint, or restore the file"
+                f"{box.crc:#010x}, got {checksum:#010x}; load another checkpoint, or restore the file"
             )
         return data

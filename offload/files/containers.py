@@ -62,8 +62,8 @@ def archive_framing(
         with FakeTensorMode():
             loaded = tensors_in(torch.load(path, weights_only=True))
         parts, position = [], 0
-        for tensor, found in zip(tensors, loaded, strict=True):
-            storage: Any = found.untyped_storage()  # of a fake tensor: it has the offset of its bytes in the file
+        for tensor, fake in zip(tensors, loaded, strict=True):
+            storage: Any = fake.untyped_storage()  # of a fake tensor: it has the offset of its bytes in the file
             begin = int(storage._checkpoint_offset)
             parts.append(os.pread(fd, begin - position, position))
             position = begin + tensor.nbytes
@@ -90,10 +90,10 @@ class PackedBox(Generic[T]):
         return self.payload + self.nbytes + len(self.container.tail)
 
     def payload_in(self, run: torch.Tensor) -> torch.Tensor:
-        """The payload's bytes in the run's memory (uint8); writes the rest of the archive around them."""
-        whole = run.numpy()
-        for data, at in ((self.container.head, self.begin), (self.container.tail, self.payload + self.nbytes)):
-            whole[at : at + len(data)] = np.frombuffer(data, dtype=np.uint8)
+        """The payload's bytes in the run's memory (uint8); writes the archive's other bytes around them."""
+        array = run.numpy()
+        for data, begin in ((self.container.head, self.begin), (self.container.tail, self.payload + self.nbytes)):
+            array[begin : begin + len(data)] = np.frombuffer(data, dtype=np.uint8)
         return run[self.payload : self.payload + self.nbytes]
 
 
@@ -106,7 +106,7 @@ class PackedRun(Generic[T]):
     def clear_gaps(self, memory: torch.Tensor) -> None:
         """Zero the gaps between the boxes in the run's memory (uint8), which may hold bytes of an earlier use."""
         position = 0
-        for begin, end in (*((place.begin, place.end) for place in self.boxes), (self.nbytes, self.nbytes)):
+        for begin, end in (*((box.begin, box.end) for box in self.boxes), (self.nbytes, self.nbytes)):
             memory[position:begin].zero_()
             position = end
 

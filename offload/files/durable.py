@@ -29,9 +29,8 @@ Operation = Literal[
 T = TypeVar("T")
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 SECOND_NS = 10**9
-STAGED_INFIX = (
-    ".partial-"  # NAME + STAGED + process id is the file to which the new contents of NAME are written first.
-)
+# NAME + STAGED_INFIX + process id is the file to which the new contents of NAME are written first.
+STAGED_INFIX = ".partial-"
 
 
 class DurableFile:
@@ -43,7 +42,10 @@ class DurableFile:
     """
 
     def __init__(self, files: Files, path: Path, fd: int, direct: bool) -> None:
-        self.path, self.fd, self.direct, self._files = path, fd, direct, files
+        self.path = path
+        self.fd = fd
+        self.direct = direct
+        self._files = files
 
     def sync(self) -> None:
         """Make all bytes written so far durable; the file's name needs a sync of the folder, too.
@@ -127,31 +129,31 @@ class Files:
 
         `seconds`: the time of the last write that the file gets, if the file system lets us; None: now.
         """
-        beside = path.with_name(f"{path.name}{STAGED_INFIX}{os.getpid()}")
-        self.remove(beside)  # left by a dead process that had the same id
+        staged = path.with_name(f"{path.name}{STAGED_INFIX}{os.getpid()}")
+        self.remove(staged)  # left by a dead process that had the same id
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        fd = self.perform("create", beside, lambda: os.open(beside, flags, mode))
+        fd = self.perform("create", staged, lambda: os.open(staged, flags, mode))
         try:
             content = data.encode() if isinstance(data, str) else data
-            self.perform("write", beside, lambda: _write_dated(fd, content, seconds))
-            self.perform("sync", beside, lambda: os.fsync(fd))
+            self.perform("write", staged, lambda: _write_dated(fd, content, seconds))
+            self.perform("sync", staged, lambda: os.fsync(fd))
         except Exception:
-            self.remove(beside)
+            self.remove(staged)
             raise
         finally:
             os.close(fd)
-        return beside
+        return staged
 
     def write_bytes(self, path: Path, data: bytes | str, mode: int = 0o644, seconds: float | None = None) -> None:
         """Replace the contents of `path` by `data` durably: at any moment the file has all old or all new contents.
 
         `seconds`: as for `stage`.
         """
-        beside = self.stage(path, data, mode, seconds)
+        staged = self.stage(path, data, mode, seconds)
         try:
-            self.rename(beside, path)
+            self.rename(staged, path)
         except Exception:
-            self.remove(beside)
+            self.remove(staged)
             raise
 
     def rename(self, old: Path, new: Path) -> None:
@@ -178,10 +180,10 @@ class Files:
         if path.is_symlink() or not path.is_dir():
             self.perform("unlink", path, path.unlink)
             return
-        marks = [path / name for name in first if os.path.lexists(path / name)]
-        for mark in marks:
-            self.perform("unlink", mark, mark.unlink)
-        if marks:
+        first_paths = [path / name for name in first if os.path.lexists(path / name)]
+        for first_path in first_paths:
+            self.perform("unlink", first_path, first_path.unlink)
+        if first_paths:
             self.sync_folder(path)
         for name in self.listing(path):
             self._remove(path / name, ())
@@ -211,17 +213,17 @@ class Files:
     def file_bytes(self, path: Path) -> int | None:
         """Length of a file; None if there is no file."""
         try:
-            found = path.stat()
+            status = path.stat()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise StorageError.from_os_error(error, "look at", path) from error
-        return found.st_size if stat.S_ISREG(found.st_mode) else None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def stamp(self, path: Path) -> tuple[int, int, int]:
         """(inode, bytes, time of the last write in ns) of a file: if they differ, the contents may have changed."""
-        found = _call_or_raise("look at", path, path.stat)
-        return found.st_ino, found.st_size, found.st_mtime_ns
+        status = _call_or_raise("look at", path, path.stat)
+        return status.st_ino, status.st_size, status.st_mtime_ns
 
     def free_bytes(self, path: Path) -> int:
         """Free space for files at `path`, which need not exist yet."""
@@ -273,10 +275,10 @@ def _existing_parent(path: Path) -> Path:
 
 
 def write_all(fd: int, data: bytes, offset: int = 0) -> None:
-    rest = memoryview(data)
-    while rest:
-        written = os.pwrite(fd, rest, offset)
-        rest, offset = rest[written:], offset + written
+    remaining = memoryview(data)
+    while remaining:
+        count = os.pwrite(fd, remaining, offset)
+        remaining, offset = remaining[count:], offset + count
 
 
 def _write_dated(fd: int, data: bytes, seconds: float | None) -> None:

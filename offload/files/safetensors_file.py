@@ -97,7 +97,7 @@ class SafetensorsFile:
             raise ConfigError(f"{self.path}: its header is not valid JSON ({error}); {REREAD}") from error
         try:
             header.pop("__metadata__", None)
-            entries = {name: self._entry(name, told, 8 + length, file_bytes) for name, told in header.items()}
+            entries = {name: self._entry(name, fields, 8 + length, file_bytes) for name, fields in header.items()}
         except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -147,19 +147,19 @@ def open_checkpoint(folder: Path) -> dict[str, SafetensorsFile]:
 def _shards(folder: Path) -> list[Path]:
     indices = sorted(folder.glob("*.safetensors.index.json"))
     if not indices:
-        found = sorted(folder.glob("*.safetensors"))
-        if not found:
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
             raise ConfigError(
                 f"{folder}: expected model.safetensors, or model.safetensors.index.json and the files it names; found "
                 "neither; save_pretrained(folder) of transformers writes them"
             )
-        whole = [path for path in found if not SHARD.search(path.name)]
-        if not whole:
+        unsharded = [path for path in files if not SHARD.search(path.name)]
+        if not unsharded:
             raise ConfigError(
-                f"{folder}: {found[0].name} is part of a model whose index, *.safetensors.index.json, is missing; the "
+                f"{folder}: {files[0].name} is part of a model whose index, *.safetensors.index.json, is missing; the "
                 "model was not written or copied completely: write or copy it again"
             )
-        return whole
+        return unsharded
     try:
         weight_map: dict[str, str] = read_json(indices[0])["weight_map"]
         paths = [folder / name for name in sorted(set(weight_map.values()))]

@@ -80,7 +80,10 @@ class SnapshotFiles:
         if not NAME.fullmatch(name):
             raise ConfigError(f"snapshot name: expected letters, digits, '.', '_' and '-', got {name!r}")
         folders = [check_folder(path) for path in paths]
-        self.name, self.rank, self.has_commit, self.direct = name, rank, True, True
+        self.name = name
+        self.rank = rank
+        self.has_commit = True
+        self.direct = True
         self.root = folders[0] / FOLDER / name
         self.folders = [folder / FOLDER / name / f"rank-{rank}" for folder in folders]
         self._descriptors: list[int] = []
@@ -124,8 +127,8 @@ class SnapshotFiles:
 
         Raises StorageError: the manifest was not written.
         """
-        beside = {"number": number, "state_bytes": len(state), "state_crc32c": _checksum(state)}
-        data = _pack({**body, **beside}) + state
+        fields = {"number": number, "state_bytes": len(state), "state_crc32c": _checksum(state)}
+        data = _pack({**body, **fields}) + state
         self._overwrite(self._manifest(number), 0, data.ljust(align_up(len(data), MANIFEST_BYTES), b"\0"))
 
     def commit(self, head: Mapping[str, Any]) -> None:
@@ -142,19 +145,19 @@ class SnapshotFiles:
     def _overwrite(self, path: Path, offset: int, data: bytes) -> None:
         """Overwrite bytes of a file durably; if it is long enough, no metadata is synced. Raises StorageError."""
         nbytes = self._disk.file_bytes(path)
-        grown = nbytes is None or nbytes < offset + len(data)
-        operation: Operation = "create" if grown else "write"
+        grows = nbytes is None or nbytes < offset + len(data)
+        operation: Operation = "create" if grows else "write"
         descriptor = self._disk.perform(operation, path, lambda: self._open_own(path, os.O_WRONLY | os.O_CREAT))
         try:
             self._disk.perform("write", path, lambda: write_all(descriptor, data, offset))
-            self._disk.perform("sync", path, lambda: (os.fsync if grown else os.fdatasync)(descriptor))
+            self._disk.perform("sync", path, lambda: (os.fsync if grows else os.fdatasync)(descriptor))
         finally:
             os.close(descriptor)
-        if grown:
+        if grows:
             self._disk.sync_folder(path.parent)
 
     def close(self) -> None:
-        """Release the snapshot; if it is not `has_commit`, remove its files. Idempotent."""
+        """Unlock the snapshot; if it has no commit, remove its files. Idempotent."""
         if self._descriptors and not self.has_commit:
             remove_ranks(self.folders)
             if self.rank == 0:
@@ -199,10 +202,10 @@ class SnapshotFiles:
         """Raise ConfigError if the files belong to a swap space over other folders: they must not be reused."""
         if not path.exists():
             self._disk.write_bytes(path, part, 0o600)
-        found = self._disk.read_bytes(path).decode(errors="replace")
-        if found != part:
+        stored = self._disk.read_bytes(path).decode(errors="replace")
+        if stored != part:
             raise ConfigError(
-                f"offload_optimizer.snapshot: {path.parent} is part {found} of snapshot {self.name!r}, but part "
+                f"offload_optimizer.snapshot: {path.parent} is part {stored} of snapshot {self.name!r}, but part "
                 f"{part} in this nvme_path; name the same folders in the same order, remove the snapshot (zero "
                 "snapshots rm), or set another snapshot.name"
             )
@@ -247,7 +250,7 @@ class SnapshotSwap(SwapSpace):
     """The swap space in a snapshot's files.
 
     Raises ConfigError: there is no room; StorageError: the file system refused the reservation. `geometry`: (counts,
-    stripe_bytes) of the space when it was made; None: it is new, and the contents of the files are discarded.
+    stripe_bytes) of the space when it was made; None: it is new, and the contents of the files are dropped.
     """
 
     def __init__(
@@ -266,9 +269,9 @@ class SnapshotSwap(SwapSpace):
             if geometry is None:
                 for file in self._files:
                     os.ftruncate(file.fd, 0)
-            have = [os.fstat(file.fd).st_blocks * 512 for file in self._files]
+            allocated = [os.fstat(file.fd).st_blocks * 512 for file in self._files]
             needs = self._lengths(capacity_bytes)
-            check_room(folders, [max(need - there, 0) for need, there in zip(needs, have, strict=True)])
+            check_room(folders, [max(need - nbytes, 0) for need, nbytes in zip(needs, allocated, strict=True)])
             self.extend(capacity_bytes)
         except BaseException:
             self.close()
@@ -283,11 +286,11 @@ class SnapshotSwap(SwapSpace):
 def _is_same_file(descriptor: int, path: Path) -> bool:
     """False if another process has removed the file between opening and locking it."""
     try:
-        there = path.stat()
+        now = path.stat()
     except FileNotFoundError:
         return False
-    mine = os.fstat(descriptor)
-    return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
+    opened = os.fstat(descriptor)
+    return (opened.st_dev, opened.st_ino) == (now.st_dev, now.st_ino)
 
 
 def remove_ranks(folders: Sequence[Path]) -> None:
@@ -313,17 +316,17 @@ def read_committed(root: Path) -> dict[str, Any] | None:
 
     Raises StorageError: it cannot be read, or is damaged; ConfigError: it is of another version.
     """
-    path, found = root / "committed", []
+    path, heads = root / "committed", []
     with report_read_errors(path, REMOVE):
         if not path.exists():
             return None
         data = Files().read_bytes(path, COMMITTED_BYTES_MAX)
         for begin in range(0, len(data), PAGE_BYTES):
             with contextlib.suppress(StorageError):  # torn
-                found.append(_unpack(data[begin : begin + PAGE_BYTES], path)[0])
-        if not found:
+                heads.append(_unpack(data[begin : begin + PAGE_BYTES], path)[0])
+        if not heads:
             raise _damage_error(path)
-        return max(found, key=lambda head: [int(head[key]) for key in ("number", "step", "ranks")])
+        return max(heads, key=lambda head: [int(head[key]) for key in ("number", "step", "ranks")])
 
 
 def read_body(path: Path) -> dict[str, Any]:
@@ -340,9 +343,9 @@ def _pack(body: Mapping[str, Any]) -> bytes:
 
 
 def _unpack(data: bytes, path: Path) -> tuple[dict[str, Any], int]:
-    """The body that `_pack` was given, and where it ends in `data`."""
-    text, _, rest = data.partition(b"\n")
-    checksum = rest.partition(b"\n")[0]
+    """The body that was passed to `_pack`, and where it ends in `data`."""
+    text, _, tail = data.partition(b"\n")
+    checksum = tail.partition(b"\n")[0]
     if checksum != _checksum(text).encode():
         raise _damage_error(path)
     with report_read_errors(path, REMOVE):

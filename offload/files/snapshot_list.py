@@ -20,7 +20,7 @@ class SnapshotInfo:
     """One snapshot that was found below a path."""
 
     name: str
-    head: Mapping[str, Any] | None  # The head given to `SnapshotFiles.commit`; None: nothing was committed.
+    head: Mapping[str, Any] | None  # The head that was passed to `SnapshotFiles.commit`; None: nothing was committed.
     ranks: tuple[int, ...]  # The ranks whose parts are below this path.
     allocated_bytes: int
     in_use: bool
@@ -50,29 +50,29 @@ def remove_snapshot(path: Path | str, name: str) -> int:
     parts = sorted(
         {part for rank in root.glob("rank-*") if _is_folder(rank) for part in [rank, *_parts_elsewhere(rank)]}
     )
-    held: list[int] = []
+    locks: list[int] = []
     try:
         for part in parts:
-            held += _try_lock(part / "swap")
-        freed = sum(_allocated_bytes(part) for part in parts)
+            locks += _try_lock(part / "swap")
+        freed_bytes = sum(_allocated_bytes(part) for part in parts)
         (root / "committed").unlink(missing_ok=True)
         remove_ranks(parts)
         remove_empty(sorted({part.parent for part in parts} | {root}))
-        return freed
+        return freed_bytes
     finally:
-        for descriptor in held:
+        for descriptor in locks:
             os.close(descriptor)
 
 
 def _parts_elsewhere(rank: Path) -> list[Path]:
     """The folders of a rank's part below other paths, which its manifest names."""
-    found: list[Path] = []
+    folders: list[Path] = []
     for manifest in rank.glob("manifest-*"):
         with contextlib.suppress(StorageError, ConfigError), report_read_errors(manifest):
-            found += [Path(folder) for folder in read_body(manifest)["folders"]]
+            folders += [Path(folder) for folder in read_body(manifest)["folders"]]
     # Do not trust the manifest: accept only folders that are parts of this snapshot and rank.
-    whole = [folder.resolve() for folder in found]
-    return [folder for folder in whole if folder.parts[-3:] == rank.parts[-3:] and folder.is_dir()]
+    resolved = [folder.resolve() for folder in folders]
+    return [folder for folder in resolved if folder.parts[-3:] == rank.parts[-3:] and folder.is_dir()]
 
 
 def _is_folder(path: Path) -> bool:

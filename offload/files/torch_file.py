@@ -37,9 +37,9 @@ class UnknownObject:
         """Accept any arguments: pickle calls the class, or only `__new__`."""
 
     def __new__(cls, *args: Any) -> UnknownObject:
-        made = super().__new__(cls)
-        made.args, made.state = args, None
-        return made
+        instance = super().__new__(cls)
+        instance.args, instance.state = args, None
+        return instance
 
     args: tuple[Any, ...]
     state: Any
@@ -169,7 +169,7 @@ class _Mappings:
         self._ranges.sort()
 
     def offset_of(self, address: int) -> int:
-        place = bisect.bisect_right(self._ranges, address, key=lambda found: found[0]) - 1
+        place = bisect.bisect_right(self._ranges, address, key=lambda mapping: mapping[0]) - 1
         if place < 0 or address >= self._ranges[place][1]:
             raise ConfigError(
                 f"{self._path}: its file system does not allow mapping it into memory; copy it to a local disk"
@@ -179,23 +179,23 @@ class _Mappings:
 
 
 def replace_unknown(value: Any, where: str, convert: Callable[[UnknownObject], Any]) -> Any:
-    """A copy of `value` in new memory, with all strangers replaced by results of `convert`.
+    """A copy of `value` in new memory, with all unknown objects replaced by results of `convert`.
 
-    Raises ConfigError: there is a stranger that `convert` does not know; names its class and place.
+    Raises ConfigError: there is an unknown object that `convert` does not know; names its class and place.
 
     Args:
         value: of dicts, lists, tuples, sets, namespaces and plain values.
         where: name of `value` in errors.
-        convert: returns the value that a stranger stands for, or the stranger itself if it does not know it.
+        convert: returns the value that an unknown object stands for, or the object itself if it does not know it.
     """
     if isinstance(value, UnknownObject):
-        found = convert(value)
-        if found is value:
+        converted = convert(value)
+        if converted is value:
             raise ConfigError(
                 f"{where}: an object of class {value.name} is not loaded, because loading it could run any code. If "
                 f"you trust the file, call torch.serialization.add_safe_globals([{value.name}]) first"
             )
-        return replace_unknown(found, where, convert)
+        return replace_unknown(converted, where, convert)
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):

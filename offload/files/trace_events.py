@@ -1,7 +1,7 @@
 """A recording as Trace Event JSON, which Perfetto and chrome://tracing open.
 
 [Note: rows] In this format, spans of one thread must be nested or must not overlap. Requests overlap freely. So a
-lane has as many rows ("reads 1", "reads 2", ...) as it needs; each row is a thread in the file.
+track has as many rows ("reads 1", "reads 2", ...) as it needs; each row is a thread in the file.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from offload.errors import ConfigError
 from offload.system.regular_files import open_regular
 from offload.timeline import COMPUTE, READS, STALLS, TRACKS, WRITES, Recording, Span, Track
 
-ROWS_MAX = 1000  # Thread numbers reserved per lane.
+ROWS_MAX = 1000  # Thread numbers reserved per track.
 BIN_NS_MIN = 1_000_000
 BINS_MAX = 1000  # The most points of a throughput curve.
 COUNTERS: Mapping[str, Track] = {"NVMe read GB/s": READS, "NVMe write GB/s": WRITES}
 
 
 def trace_document(recording: Recording, facts: Mapping[str, Any], rank: int = 0) -> dict[str, Any]:
-    """The whole file as a dict: `traceEvents`, and `facts` with the counts of spans under `otherData`."""
+    """The file as a dict: `traceEvents`, and `facts` with the counts of spans under `otherData`."""
     process = rank + 1  # Perfetto keeps process and thread 0 for the idle task
     events = [_metadata("process_name", process, 0, name=f"rank {rank}")]
-    for number, lane in enumerate(TRACKS):
-        spans = sorted((s for s in recording.spans if s.track == lane), key=lambda s: (s.begin_ns, -s.end_ns))
-        rows = assign_rows(spans, nested=lane == COMPUTE)
+    for number, track in enumerate(TRACKS):
+        spans = sorted((s for s in recording.spans if s.track == track), key=lambda s: (s.begin_ns, -s.end_ns))
+        rows = assign_rows(spans, nested=track == COMPUTE)
         first = number * ROWS_MAX + 1
         for row in range(max(rows, default=0) + 1):
             thread = first + row
-            events.append(_metadata("thread_name", process, thread, name=lane if row == 0 else f"{lane} {row + 1}"))
+            events.append(_metadata("thread_name", process, thread, name=track if row == 0 else f"{track} {row + 1}"))
             events.append(_metadata("thread_sort_index", process, thread, sort_index=thread))
         for span, row in zip(spans, rows, strict=True):
             events.append(_complete(span, recording.begin_ns, process, first + row))
-    for name, lane in COUNTERS.items():
-        events.extend(_counter(name, lane, recording, process))
+    for name, track in COUNTERS.items():
+        events.extend(_counter(name, track, recording, process))
     counts = {"seconds": (recording.end_ns - recording.begin_ns) / 1e9, "spans": len(recording.spans)}
-    other = {**facts, **counts, "spans_dropped": recording.dropped}
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+    other_data = {**facts, **counts, "spans_dropped": recording.dropped}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other_data}
 
 
 def check_target(path: str | os.PathLike[str]) -> Path:
@@ -113,7 +113,7 @@ def _microseconds(ns: int) -> float:
 
 
 def _counter(name: str, track: Track, recording: Recording, process: int) -> list[dict[str, Any]]:
-    """The lane's throughput over time; the bytes of each span are spread evenly over its duration."""
+    """The track's throughput over time; the bytes of each span are spread evenly over its duration."""
     duration_ns = recording.end_ns - recording.begin_ns
     width_ns = max(BIN_NS_MIN, -(-duration_ns // BINS_MAX))
     bins = [0.0] * (duration_ns // width_ns + 1)

@@ -49,7 +49,7 @@ class Tensor:
 
 
 def in_file_order(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Wide dtypes first, else in the given order: so every tensor is aligned to its elements, as readers require."""
+    """Wide dtypes first, else in the same order: so every tensor is aligned to its elements, as readers require."""
     return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
 
 
@@ -80,9 +80,11 @@ def file_framing(suffix: str, tensors: Sequence[Tensor]) -> list[bytes]:
     """
     if suffix not in PICKLE_SUFFIXES:
         return [header_of(tensors), *[b""] * len(tensors)]
-    held = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors}
-    again = {alias: held[tensor.name] for tensor in tensors for alias in tensor.aliases}
-    return archive_framing({**held, **again}, list(held.values()), lambda loaded: [loaded[name] for name in held])
+    placeholders = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors}
+    aliases = {alias: placeholders[tensor.name] for tensor in tensors for alias in tensor.aliases}
+    return archive_framing(
+        {**placeholders, **aliases}, list(placeholders.values()), lambda loaded: [loaded[name] for name in placeholders]
+    )
 
 
 class WeightsWriter:
@@ -132,7 +134,7 @@ class WeightsWriter:
             self._next_tensor()
 
     def finish(self) -> None:
-        """After the last values: write the rest, and wait until the disk has all bytes.
+        """After the last values: write the last bytes, and wait until the disk has all bytes.
 
         Raises StateError: values are missing; StorageError: a write has failed.
         """
@@ -208,10 +210,10 @@ class WeightsDraft:
                 f"{folder}: another process has been writing weights there for {WAIT_SECONDS:.0f} s; end it, or "
                 "choose another folder"
             )
-        with ExitStack() as failing:
-            failing.callback(self._lock.close)
+        with ExitStack() as undo:
+            undo.callback(self._lock.close)
             self._begin(expected_bytes)
-            failing.pop_all()
+            undo.pop_all()
 
     def _begin(self, expected_bytes: int) -> None:
         folder = self._folder
@@ -250,11 +252,11 @@ class WeightsDraft:
 
     def abandon(self) -> None:
         """Remove the files that are not published, and free the lock. Idempotent."""
-        with ExitStack() as every:  # runs all steps, also if one of them raises
+        with ExitStack() as steps:  # runs all steps, also if one of them raises
             if self._lock is not None:
-                every.callback(self._lock.close)
+                steps.callback(self._lock.close)
             for file in self._drafts:
-                every.callback(file.abandon)
+                steps.callback(file.abandon)
 
     def _matching_names(self, pattern: str) -> list[str]:
         return [name for name in self._files.listing(self._folder) if re.fullmatch(pattern, name)]

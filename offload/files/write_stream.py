@@ -44,14 +44,14 @@ class WriteStream:
                 self._flush()
 
     def finish(self) -> None:
-        """Write the rest, and wait for all writes. Raises StorageError."""
+        """Write the last bytes, and wait for all writes. Raises StorageError."""
         if self._filled_bytes:
             self._flush()
         while self._writes:
             self._finish_oldest()
 
     def close(self) -> None:
-        """Wait until no write is in flight; release threads and memory. Idempotent."""
+        """Wait until no write is in flight; end the threads and free the memory. Idempotent."""
         while self._writes:
             self._writes.popleft()[0].wait()
         self._io_loop.close()
@@ -62,8 +62,8 @@ class WriteStream:
         """Start to write the filled block; wait for earlier writes if no block is free."""
         block, nbytes = self._free.pop(), align_up(self._filled_bytes, PAGE_BYTES)
         job = self._aio.write(self._file.fd, self._offset, block[:nbytes], str(self._file.path))
-        transfer = self._io_loop.submit(f"writing {self._file.path}", job)
-        self._writes.append((transfer, block, self._offset, nbytes))
+        future = self._io_loop.submit(f"writing {self._file.path}", job)
+        self._writes.append((future, block, self._offset, nbytes))
         self._offset += nbytes
         self._filled_bytes = 0
         while not self._free or (self._writes and not self._file.direct):
@@ -71,9 +71,9 @@ class WriteStream:
 
     def _finish_oldest(self) -> None:
         """Wait for the oldest write."""
-        transfer, block, offset, nbytes = self._writes.popleft()
+        future, block, offset, nbytes = self._writes.popleft()
         self._free.insert(0, block)
-        transfer.result()
+        future.result()
         self._files.on_write(self._file, offset, block[:nbytes])
         if not self._file.direct:  # drop pages from the cache once the disk has them: a memory cgroup counts them
             os.fdatasync(self._file.fd)

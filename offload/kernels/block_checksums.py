@@ -36,12 +36,14 @@ class BlockChecksums:
         self._nbytes = nbytes
         self._checksums = np.full(-(-nbytes // BLOCK_BYTES), UNKNOWN, dtype=np.int64)
         self._parts: dict[int, list[Part]] = {}
-        """Block -> the parts known of it; only blocks that are not known as a whole."""
+        """Block -> its noted parts; only of blocks whose checksum is unknown."""
         if text:
-            told = np.frombuffer(bytes.fromhex(text), dtype="<u4")
-            if told.size != self._checksums.size:
-                raise ValueError(f"checksums of {nbytes:,} bytes: expected {self._checksums.size:,}, got {told.size:,}")
-            self._checksums[:] = told
+            checksums = np.frombuffer(bytes.fromhex(text), dtype="<u4")
+            if checksums.size != self._checksums.size:
+                raise ValueError(
+                    f"checksums of {nbytes:,} bytes: expected {self._checksums.size:,}, got {checksums.size:,}"
+                )
+            self._checksums[:] = checksums
 
     @property
     def text(self) -> str:
@@ -50,12 +52,12 @@ class BlockChecksums:
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
         """(first byte, end, checksum or UNKNOWN) of each block, in order."""
-        for index, known in enumerate(self._checksums.tolist()):
-            yield index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, self._nbytes), known
+        for index, checksum in enumerate(self._checksums.tolist()):
+            yield index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, self._nbytes), checksum
 
     def unknown_blocks(self) -> list[tuple[int, int]]:
         """[first byte, end) of each block with an unknown checksum."""
-        return [(begin, end) for begin, end, known in self.blocks() if known == UNKNOWN]
+        return [(begin, end) for begin, end, checksum in self.blocks() if checksum == UNKNOWN]
 
     def invalidate(self, begin: int, end: int) -> None:
         """Drop the checksums of bytes [begin, end), which are about to change."""

@@ -110,9 +110,9 @@ def _load(device: torch.device, enabled: str | None) -> Backend | None:
 def try_out(backend: Backend) -> None:
     """Raise NativeUnavailable if the library does not work with this device or its driver; only a call shows this."""
     numbers = torch.ones(2, device=backend.device, dtype=torch.float32)
-    into, source = backend.pointer(numbers[:1]), backend.pointer(numbers[1:])
+    target, source = backend.pointer(numbers[:1]), backend.pointer(numbers[1:])
     try:
-        backend.call("cast", into, DTYPES[torch.float32], source, DTYPES[torch.float32], 1, 2.0, threads=1)
+        backend.call("cast", target, DTYPES[torch.float32], source, DTYPES[torch.float32], 1, 2.0, threads=1)
     except NativeError as error:
         raise NativeUnavailable(str(error)) from error
     if numbers[0].item() != 2.0:

@@ -18,9 +18,9 @@ _MOMENTS = (torch.float32, torch.bfloat16, torch.uint8)
 def check(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], numel: int, device: torch.device) -> None:
     """Refuse a tensor that is not flat and contiguous, or has another length, dtype or device. Raises TypeError."""
     if tensor.dtype not in dtypes or tensor.device != device or tensor.numel() != numel:
-        wanted = " or ".join(str(dtype) for dtype in dtypes)
+        expected = " or ".join(str(dtype) for dtype in dtypes)
         raise TypeError(
-            f"{name}: expected {numel} elements of {wanted} on {device}, "
+            f"{name}: expected {numel} elements of {expected} on {device}, "
             f"got {tensor.numel()} of {tensor.dtype} on {tensor.device}"
         )
     if tensor.dim() != 1 or not tensor.is_contiguous():

@@ -113,9 +113,14 @@ def update(
             f"update: there is no native library for {weight.device}; use torch's optimizer on that device"
         )
     ffi = backend.native.ffi
-    planes = [ffi.NULL if state is None else backend.pointer(state, "float *") for state in states]
-    planes += [ffi.NULL] * (backend.native.lib.ZN_PLANES - len(planes))
-    operands = *backend.masters(weight, master), ffi.new("float *[]", planes), backend.pointer(grad), DTYPES[grad.dtype]
+    pointers = [ffi.NULL if state is None else backend.pointer(state, "float *") for state in states]
+    pointers += [ffi.NULL] * (backend.native.lib.ZN_PLANES - len(pointers))
+    operands = (
+        *backend.masters(weight, master),
+        ffi.new("float *[]", pointers),
+        backend.pointer(grad),
+        DTYPES[grad.dtype],
+    )
     with backend.table(segments) as table:
         arguments = weight.numel(), table, len(segments), grad_scale
         backend.call("update", int(formula), *operands, *arguments, threads=threads)
@@ -170,7 +175,7 @@ def cast(out: Tensor, src: Tensor, scale: float = 1.0, threads: int = 1) -> None
 
 
 def accumulate(total: Tensor, src: Tensor, first: Tensor | None = None, threads: int = 1) -> None:
-    """Accumulate in fp32: `total = total + src`, or `first + src` when `first` is given.
+    """Accumulate in fp32: `total = total + src`, or `first + src` when `first` is passed.
 
     Args:
         total: (N,) fp32.
@@ -241,7 +246,7 @@ def block_sumsq(src: Tensor, into: Tensor | None = None, threads: int = 1) -> Te
         into: memory for the results, shaped as returned; None allocates it.
 
     Returns:
-        (ceil(N / 4096), 2) int64 on the device of `src`, the input of `offload.kernels.square_sums.SquareSum.from_rows`.
+        (ceil(N / 4096), 2) int64 on the device of `src`, the input of `square_sums.SquareSum.from_rows`.
     """
     check("src", src, FLOATS, src.numel(), src.device)
     sums = check_sums(into, src)
@@ -282,7 +287,7 @@ def reduce_ranks(
     into: Tensor | None = None,
     threads: int = 1,
 ) -> Tensor:
-    """Sum the contributions of ranks in fp32 and in the given order, with `block_sumsq` of the result, in one pass.
+    """Sum the contributions of ranks in fp32, in their order, with `block_sumsq` of the result, in one pass.
 
     For each element: `s = sources[0] + sources[1] + ...; s = s * scale; stored = s`, or `stored + s` with `add`.
     Returns the sums as `block_sumsq(stored)`. Raises ValueError: there is no source, or one overlaps `stored` without

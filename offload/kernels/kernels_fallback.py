@@ -131,18 +131,18 @@ def adamw(
         exp_avg, exp_avg_sq = moments_fallback.load(moments, tile)
         touched = torch.zeros(tile.stop - tile.start, dtype=torch.bool, device=weight.device)
         for begin, end, segment in runs:
-            run, own = slice(begin, end), slice(begin - tile.start, end - tile.start)
+            run, in_tile = slice(begin, end), slice(begin - tile.start, end - tile.start)
             part = None if master is None else master[run]
-            values = _update(weight[run], part, (exp_avg[own], exp_avg_sq[own]), grad[run], segment, grad_scale)
+            values = _update(weight[run], part, (exp_avg[in_tile], exp_avg_sq[in_tile]), grad[run], segment, grad_scale)
             _store_master(weight[run], part, values, moments, begin)
-            touched[own] = True
+            touched[in_tile] = True
         moments_fallback.store(moments, tile, exp_avg, exp_avg_sq, touched)
 
 
 def moments_load(exp_avg: Tensor, exp_avg_sq: Tensor, moments: Moments) -> None:
     for tile in tiles_of(0, exp_avg.numel(), TILE_NUMEL):
-        for out, values in zip((exp_avg, exp_avg_sq), moments_fallback.load(moments, tile), strict=True):
-            _store(out[tile], values)
+        for target, values in zip((exp_avg, exp_avg_sq), moments_fallback.load(moments, tile), strict=True):
+            _store(target[tile], values)
 
 
 def moments_store(moments: Moments, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
@@ -184,19 +184,19 @@ def block_sumsq(sums: Tensor, src: Tensor) -> None:
         rows = torch.nn.functional.pad(values, (0, blocks * BLOCK_NUMEL - values.numel())).view(blocks, BLOCK_NUMEL)
         nonfinite = rows.isfinite().logical_not_().sum(1)
         rows.masked_fill_(nonfinite.bool()[:, None], 0.0)
-        most = rows.abs().amax(1)
-        bins = torch.frexp(most).exponent.to(torch.int64).mul_(2).floor_divide_(DIGIT_BITS)
-        bins.masked_fill_(most == 0, BIN_MIN)
+        largest = rows.abs().amax(1)
+        bins = torch.frexp(largest).exponent.to(torch.int64).mul_(2).floor_divide_(DIGIT_BITS)
+        bins.masked_fill_(largest == 0, BIN_MIN)
         above, below = _anchors(bins), _anchors(bins - 1)
         squares = rows.square_()
         cut = squares + above
-        rest = squares.sub_(cut - above)
+        remainder = squares.sub_(cut - above)
         high = (cut.view(torch.int64) - above.view(torch.int64)).sum(1)
-        into = sums[tile.start // BLOCK_NUMEL :][:blocks]
-        into[:, TAGGED] = torch.where(
+        target = sums[tile.start // BLOCK_NUMEL :][:blocks]
+        target[:, TAGGED] = torch.where(
             nonfinite > 0, TAG_NONFINITE << TAG_SHIFT | nonfinite, bins - BIN_MIN << TAG_SHIFT | high
         )
-        into[:, LOW] = (rest.add_(below).view(torch.int64) - below.view(torch.int64)).sum(1)
+        target[:, LOW] = (remainder.add_(below).view(torch.int64) - below.view(torch.int64)).sum(1)
 
 
 def _anchors(bins: Tensor) -> Tensor:
@@ -243,10 +243,10 @@ def crc32c(data: np.ndarray, crc: int) -> int:
     """
     state = crc ^ 0xFFFFFFFF
     row_bytes = len(data) // CRC_LANES
-    whole = row_bytes * CRC_LANES
+    body_bytes = row_bytes * CRC_LANES
     if row_bytes:
-        rows = _crc_bytes(np.zeros(CRC_LANES, np.uint32), data[:whole].reshape(CRC_LANES, row_bytes))
+        rows = _crc_bytes(np.zeros(CRC_LANES, np.uint32), data[:body_bytes].reshape(CRC_LANES, row_bytes))
         for row in rows.tolist():
             state = combine(state, row, row_bytes)
-    tail = _crc_bytes(np.array([state], np.uint32), data[whole:].reshape(1, -1))
+    tail = _crc_bytes(np.array([state], np.uint32), data[body_bytes:].reshape(1, -1))
     return int(tail[0]) ^ 0xFFFFFFFF

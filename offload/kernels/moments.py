@@ -18,16 +18,16 @@ class Moments:
     Narrow moments are widened, updated in fp32 and rounded up or down at random, with the probability that keeps
     the mean. Rounded to nearest, exp_avg_sq would never change, because with beta2 = 0.999 one step changes it by
     less than half a unit in the last place. The random bits are a hash of (coordinate, step): results can be
-    repeated, and depend neither on threads nor on how a space is cut into calls. native/include/zn_abi.h describes
-    the 8-bit codes.
+    repeated, and depend neither on threads nor on how an address space is cut into calls. native/include/zn_abi.h
+    describes the 8-bit codes.
 
     Attributes:
         exp_avg: (N,) fp32, bf16, or uint8 codes (N a multiple of 256); all zero bytes are moments of 0.
         exp_avg_sq: (N,) of the same dtype.
         exp_avg_scale: (N / 256,) fp32 with uint8 codes, else None.
         exp_avg_sq_scale: (N / 256,) fp32 with uint8 codes, else None.
-        origin: coordinate of element 0 in its space; a multiple of 256 with uint8 codes.
-        step: number of optimizer steps of the space so far; it changes the random bits of the rounding.
+        origin: coordinate of element 0 in its address space; a multiple of 256 with uint8 codes.
+        step: number of optimizer steps so far; it changes the random bits of the rounding.
     """
 
     exp_avg: Tensor

@@ -76,16 +76,16 @@ def _decode_sq(codes: Tensor) -> Tensor:
 
 
 def _code_of_ratio(ratio: Tensor, knee_code: int, knee: int, noise: Tensor | int) -> Tensor:
-    over = ratio - knee
-    fine = torch.maximum(over, over >> (STEP_COARSE - STEP_FINE))
+    excess = ratio - knee
+    fine = torch.maximum(excess, excess >> (STEP_COARSE - STEP_FINE))
     return ((fine + noise * (1 << (STEP_FINE - 16))) >> STEP_FINE) + knee_code
 
 
 def _scale_of(blocks: Tensor) -> Tensor:
     """One scale per row of `blocks` (B, 256) fp32."""
-    most = (_bits(blocks) & 0x7FFFFFFF).amax(1)
-    scale = _floats(most.masked_fill(most < SCALE_MIN_BITS, 0))
-    return scale.masked_fill_(most >= INF_BITS, float("nan"))
+    largest = (_bits(blocks) & 0x7FFFFFFF).amax(1)
+    scale = _floats(largest.masked_fill(largest < SCALE_MIN_BITS, 0))
+    return scale.masked_fill_(largest >= INF_BITS, float("nan"))
 
 
 def _ratio(blocks: Tensor, scale: Tensor) -> Tensor:

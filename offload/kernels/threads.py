@@ -64,7 +64,7 @@ def fewest_sufficient(seconds: Mapping[int, float]) -> int:
     Args:
         seconds: number of threads -> seconds, not empty.
     """
-    return min(count for count, own in seconds.items() if own <= GAIN_MIN * min(seconds.values()))
+    return min(count for count, duration in seconds.items() if duration <= GAIN_MIN * min(seconds.values()))
 
 
 def measure(step: Callable[[int], None], limit: int) -> dict[int, float]:

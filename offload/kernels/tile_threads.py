@@ -30,10 +30,10 @@ def run_in_tile_threads(work: Callable[[], None], threads: int) -> None:
 
     Raises Exception: what `work` raised in one of them.
     """
-    running = [_pool().submit(work) for _ in range(threads)]
-    wait(running)
-    for each in running:
-        each.result()
+    futures = [_pool().submit(work) for _ in range(threads)]
+    wait(futures)
+    for future in futures:
+        future.result()
 
 
 @functools.cache

@@ -1,1 +1,1 @@
-"""Host and device memory with an owner: mappings, arenas, storages that are bound to memory, shared regions."""
+"""Host and device memory with an owner: mappings, pools, storages that are bound to memory, shared memory."""

@@ -7,7 +7,7 @@ that is NaN everywhere, so that a missed fetch gives NaN and not a crash.
 Without `UntypedStorage._swap_data_ptr_` (torch 2.13 has it, 2.11 not), and for accelerators whose memory torch cannot
 address, both functions resize a storage that torch owns, and copy; that costs a second copy of the memory.
 On a device the copy is work of the stream that is current at `bind`, and the memory belongs to it: other
-streams have to wait for that work, and to tell torch that they use the memory.
+streams have to wait for that work, and to record with torch that they use the memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def copies_to_bind(device: torch.device) -> bool:
     return not (CAN_SWAP and has_aliases(device))
 
 
-@torch.inference_mode(False)  # the mover, whose thread is in the normal mode, writes into it
+@torch.inference_mode(False)  # the I/O loop, whose thread is in the normal mode, writes into it
 def exact_alias(data: torch.Tensor) -> torch.Tensor:
     """A uint8 tensor over the memory of `data` (uint8, flat), with its own storage of exactly that length.
 
@@ -61,8 +61,8 @@ class Poison:
             self._data = torch.empty(0, dtype=torch.uint8, device=device)
         else:
             mapped = map_device_poison(device, max(nbytes, 1))
-            whole = torch.full((max(nbytes, 1),), 0xFF, dtype=torch.uint8, device=device) if mapped is None else mapped
-            self._data = whole
+            filled = torch.full((max(nbytes, 1),), 0xFF, dtype=torch.uint8, device=device) if mapped is None else mapped
+            self._data = filled
 
     def tensor(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor of exactly `nbytes` with its own storage over the poison."""
@@ -133,7 +133,7 @@ class FlatStorage:
         """True if `tensor` is a view of this storage."""
         if tensor.layout != torch.strided:
             return False
-        with torch._C.DisableTorchFunctionSubclass():  # a released parameter would fetch its values to be asked for it
+        with torch._C.DisableTorchFunctionSubclass():  # else an evicted parameter would fetch its values
             return bool(tensor.untyped_storage()._cdata == self.flat.untyped_storage()._cdata)
 
     def bind(self, data: torch.Tensor) -> None:
@@ -145,9 +145,9 @@ class FlatStorage:
         if self._memory is not None:
             raise StateError("bind: the storage is already bound")
         storage = data.untyped_storage()
-        found_bytes = storage.nbytes() if self._exact else data.numel()
-        if found_bytes != self._nbytes or (self._exact and data.storage_offset() != 0):
-            raise StateError(f"bind: expected a storage of {self._nbytes:,} bytes, got {found_bytes:,}")
+        nbytes = storage.nbytes() if self._exact else data.numel()
+        if nbytes != self._nbytes or (self._exact and data.storage_offset() != 0):
+            raise StateError(f"bind: expected a storage of {self._nbytes:,} bytes, got {nbytes:,}")
         if self._nbytes == 0:
             self._memory = data
             return

@@ -101,7 +101,7 @@ def fault_in(data: torch.Tensor) -> None:
 def map_poison(nbytes: int) -> memoryview:
     """`nbytes` of readable memory that holds NaN in every float type.
 
-    Released parameters point here: a missed fetch computes NaN instead of crashing the process.
+    Evicted parameters point here: a missed fetch computes NaN instead of crashing the process.
     With the native library the pages share one small block and cost nothing.
     """
     nbytes = align_up(max(nbytes, 1), PAGE_BYTES)
@@ -177,15 +177,15 @@ def pin(data: torch.Tensor) -> Callable[[], None] | None:
 
 
 def unfaulted_bytes(data: torch.Tensor) -> int:
-    """Bytes of `data` (uint8, host, starting on a page) in pages that the kernel has not given yet; 0: unknown."""
+    """Bytes of `data` (uint8, host, starting on a page) in pages that the kernel has not provided yet; 0: unknown."""
     mincore = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)
-    found = np.empty(-(-data.numel() // PAGE_BYTES), dtype=np.uint8)
-    if mincore is None or sys.platform != "linux" or not found.size:
+    residency = np.empty(-(-data.numel() // PAGE_BYTES), dtype=np.uint8)
+    if mincore is None or sys.platform != "linux" or not residency.size:
         return 0
-    where = ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(data.numel())
-    if mincore(*where, found.ctypes.data_as(ctypes.c_void_p)) != 0:
+    memory_range = ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(data.numel())
+    if mincore(*memory_range, residency.ctypes.data_as(ctypes.c_void_p)) != 0:
         return 0
-    return PAGE_BYTES * int(found.size - np.count_nonzero(found & 1))
+    return PAGE_BYTES * int(residency.size - np.count_nonzero(residency & 1))
 
 
 def wipe_on_fork(data: torch.Tensor) -> None:

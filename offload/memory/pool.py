@@ -1,4 +1,4 @@
-"""Memory that is allocated once: regions that hold planes, and arenas that lease blocks.
+"""Memory that is allocated once: linear pools that hold tiered arrays, and pools of blocks.
 
 On a CPU-only machine the device's memory is host memory under the same limits, so every policy runs
 and is tested without a GPU.
@@ -30,23 +30,23 @@ _open_pools: weakref.WeakSet[LinearPool] = weakref.WeakSet()
 
 
 def unfaulted_pool_bytes(closing: Collection[LinearPool] = ()) -> int:
-    """Host memory of this process's open regions that the kernel has still to give, and so still counts as free.
+    """Host memory of this process's open pools that the kernel has still to provide, and so still counts as free.
 
-    `closing`: regions that are about to be closed.
+    `closing`: pools that are about to be closed.
     """
-    waiting = (region.unfaulted_data for region in tuple(_open_pools) if region not in closing)
-    return sum(unfaulted_bytes(data) for data in waiting if data is not None)
+    unfaulted = (pool.unfaulted_data for pool in tuple(_open_pools) if pool not in closing)
+    return sum(unfaulted_bytes(data) for data in unfaulted if data is not None)
 
 
 class LinearPool:
-    """One allocation of exactly `nbytes`, zero at first, taken piece by piece and freed as a whole.
+    """One allocation of exactly `nbytes`, zero at first, handed out piece by piece and freed at once.
 
     Pages of host memory that is not pinned are faulted in at the first write. So while a model is moved from memory
-    into planes, the model shrinks as its planes grow, and both together take hardly more than one of them.
+    into tiered arrays, the model shrinks as the arrays grow, and both together take hardly more than one of them.
 
     Args:
         pinned: page-lock host memory for copies to a GPU.
-        shared: shared memory; its first `nbytes` are used instead of an allocation. Its owner keeps it.
+        shared: shared memory; its first `nbytes` are used instead of an allocation. Its owner closes it.
         of_device: the memory belongs to the budget of the device that computes, wherever `device` is.
 
     Attributes:
@@ -71,7 +71,7 @@ class LinearPool:
         _open_pools.add(self)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """The next `nbytes` as a uint8 tensor with a storage of its own. Raises BudgetError: the region is used up."""
+        """The next `nbytes` as a uint8 tensor with a storage of its own. Raises BudgetError: the pool is used up."""
         if self._data is None or self._allocated_bytes + nbytes > self.nbytes:
             raise BudgetError(
                 f"region of {self.nbytes:,} bytes: {nbytes:,} more do not fit after {self._allocated_bytes:,}"
@@ -99,7 +99,7 @@ class LinearPool:
         return data
 
     def contains(self, tensor: torch.Tensor) -> bool:
-        """True if `tensor` (uint8, not empty) is a part of the region."""
+        """True if `tensor` (uint8, not empty) is a part of the pool."""
         data = self._data
         return (
             data is not None
@@ -111,15 +111,15 @@ class LinearPool:
     def move_to_host(self, *, pinned: bool) -> Relocate:
         """Move all bytes to host memory. The device must not have work in flight that uses them.
 
-        Returns a function: it maps a tensor from `allocate`, or a part of one, to the same bytes at their new place, and
-        returns any other tensor unchanged. The old memory is freed once every such tensor is replaced and the function
-        is dropped. Raises BudgetError: the host has no room; nothing has changed. Raises StateError: the memory is not
-        `is_movable`. `pinned`: page-lock the host memory.
+        Returns a function: it maps a tensor from `allocate`, or a part of one, to the same bytes at their new place,
+        and returns any other tensor unchanged. The old memory is freed once every such tensor is replaced and the
+        function is dropped. Raises BudgetError: the host has no room; nothing has changed. Raises StateError: the
+        memory is not `is_movable`. `pinned`: page-lock the host memory.
         """
         return self._move(torch.device("cpu"), pinned=pinned, to_host=True)
 
     def move_back(self) -> Relocate:
-        """Move all bytes back to the region's own device; as `move_to_host`.
+        """Move all bytes back to the pool's own device; as `move_to_host`.
 
         Raises torch.OutOfMemoryError: the device has no room; nothing has changed.
         """
@@ -132,7 +132,10 @@ class LinearPool:
         new = _allocate(self.nbytes, device, prefault=False)
         unpin = pin(new) if pinned else None
         new.copy_(old)
-        undo, self._unpin, self._data, self.is_on_host = self._unpin, unpin, new, to_host
+        undo = self._unpin
+        self._unpin = unpin
+        self._data = new
+        self.is_on_host = to_host
         if undo is not None:
             undo()
 
@@ -177,7 +180,7 @@ class ExtentAllocator:
         """Offset of a new extent of `nbytes` (rounded up to the alignment); None if no run fits.
 
         Best fit keeps holes of one size for blocks of that size. This suits a model of equal layers:
-        the next layer exactly fills the hole of a released layer.
+        the next layer exactly fills the hole of an evicted layer.
         """
         need = align_up(max(nbytes, 1), self._align_bytes)
         best = min(
@@ -213,14 +216,14 @@ class ExtentAllocator:
 
 
 class BlockOwner(Protocol):
-    """An object that leases blocks."""
+    """An object that allocates blocks."""
 
     def free_range(self, offset: int, nbytes: int, events: tuple[MaybeEvent, ...]) -> None:
         """Called by `Block.free`."""
 
 
 class Block:
-    """A leased piece of an arena; call `free()` once no transfer uses it.
+    """An allocated piece of a pool; call `free()` once no transfer uses it.
 
     Attributes:
         data: uint8, with a storage of exactly the requested length.
@@ -228,16 +231,19 @@ class Block:
     """
 
     def __init__(self, owner: BlockOwner, offset: int, data: torch.Tensor, events: tuple[MaybeEvent, ...] = ()) -> None:
-        self._owner, self._offset, self.data, self.events = owner, offset, data, events
+        self._owner = owner
+        self._offset = offset
+        self.data = data
+        self.events = events
 
     def view(self, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> torch.Tensor:
         """`numel` elements of `dtype` starting `offset_bytes` into the block."""
         return self.data[offset_bytes : offset_bytes + numel * dtype.itemsize].view(dtype)
 
     def free(self, *events: MaybeEvent) -> None:
-        """Return the block to its arena. Idempotent.
+        """Return the block to its pool. Idempotent.
 
-        `events`: they cover the last uses on a device; only device memory may be returned before they have passed.
+        `events`: they cover the last uses on a device; only device memory may be returned before they are complete.
         """
         if self._offset >= 0:
             self._owner.free_range(self._offset, self.data.numel(), events)
@@ -249,11 +255,11 @@ class BlockPool:
 
     Args:
         name: the purpose of the bytes; appears in errors.
-        knob: the configuration key that makes the arena larger; appears in errors.
+        knob: the configuration key that makes the pool larger; appears in errors.
         pinned: page-lock host memory for copies to a GPU.
-        register: registers host memory with the I/O engine and returns a function that undoes it. Only for an arena
+        register: registers host memory with the I/O engine and returns a function that undoes it. Only for a pool
             whose blocks the engine alone uses: children of fork find zeros in it.
-        shared: shared memory, used from its first byte instead of an allocation. Its owner keeps it.
+        shared: shared memory, used from its first byte instead of an allocation. Its owner closes it.
     """
 
     def __init__(
@@ -267,7 +273,10 @@ class BlockPool:
         register: Callable[[torch.Tensor], Callable[[], None]] | None = None,
         shared: SharedHostMemory | None = None,
     ) -> None:
-        self.name, self._knob, self._device, self._pinned = name, knob, device, pinned
+        self.name = name
+        self._knob = knob
+        self._device = device
+        self._pinned = pinned
         self._register = register if device.type == "cpu" else None
         self._undo: list[Callable[[], None]] = []
         self._shared = shared
@@ -276,9 +285,8 @@ class BlockPool:
         self._data: torch.Tensor | None = None
         self._closed = False
         self._waiters: list[asyncio.Future[None]] = []
-        self._freed_in_use: list[
-            tuple[int, int, Event]
-        ] = []  # (first byte, end, fence): released, in use by the device.
+        # (first byte, end, event): freed, but in use by the device until the event.
+        self._freed_in_use: list[tuple[int, int, Event]] = []
 
     @property
     def capacity_bytes(self) -> int:
@@ -290,7 +298,7 @@ class BlockPool:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that were leased at once."""
+        """The most bytes that were allocated at once."""
         return self._extents.peak_bytes
 
     def try_allocate(self, nbytes: int) -> Block | None:
@@ -324,10 +332,10 @@ class BlockPool:
         return block
 
     async def allocate_async(self, nbytes: int, what: str) -> Block:
-        """A block, as soon as enough others have been released. For coroutines of one event loop.
+        """A block, as soon as enough others have been freed. For coroutines of one event loop.
 
-        Lease everything a job needs in one block: a job that holds one block and waits for another can wait for itself.
-        Raises BudgetError: nothing is leased and the block still does not fit.
+        Allocate all that a job needs as one block: a job that has a block and waits for another can wait for itself.
+        Raises BudgetError: nothing is allocated and the block still does not fit.
         """
         while (block := self.try_allocate(nbytes)) is None:
             if self.used_bytes == 0:
@@ -339,13 +347,13 @@ class BlockPool:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that the arena itself has allocated now."""
+        """Bytes that the pool itself has allocated now."""
         return 0 if self._data is None or self._shared is not None else self._data.numel()
 
     def free_memory(self) -> None:
-        """Drop the allocation until `reserve_memory`, or the next lease. The device must have finished all work with it.
+        """Drop the allocation until `reserve_memory`, or the next block. The device must have no work with it.
 
-        Raises StateError: something is leased.
+        Raises StateError: a block is allocated.
         """
         if self.used_bytes:
             raise StateError(f"the {self.name} arena cannot be freed: {self.used_bytes:,} bytes are in use")
@@ -356,11 +364,11 @@ class BlockPool:
             self._data, self._freed_in_use = None, []
 
     def reserve_memory(self) -> None:
-        """Allocate now, and not at the next lease."""
+        """Allocate now, and not at the next block."""
         self._memory()
 
     def _memory(self) -> torch.Tensor:
-        """The allocation, made at first use: an arena that is planned but never needed costs nothing."""
+        """The allocation, made at first use: a pool that is planned but never needed costs nothing."""
         if self._data is None:
             self._data = _allocate(self._extents.capacity_bytes, self._device, shared=self._shared)
             unpin = pin(self._data) if self._pinned and self._device.type == "cpu" else None
@@ -373,11 +381,11 @@ class BlockPool:
     def _events_of(self, begin: int, end: int) -> tuple[MaybeEvent, ...]:
         if not self._freed_in_use:
             return ()
-        self._freed_in_use = [(first, last, fence) for first, last, fence in self._freed_in_use if not fence.query()]
-        return tuple(fence for first, last, fence in self._freed_in_use if first < end and begin < last)
+        self._freed_in_use = [(first, last, event) for first, last, event in self._freed_in_use if not event.query()]
+        return tuple(event for first, last, event in self._freed_in_use if first < end and begin < last)
 
     def free_range(self, offset: int, nbytes: int, events: tuple[MaybeEvent, ...]) -> None:
-        self._freed_in_use += [(offset, offset + nbytes, fence) for fence in events if fence is not None]
+        self._freed_in_use += [(offset, offset + nbytes, event) for event in events if event is not None]
         self._extents.free(offset)
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:

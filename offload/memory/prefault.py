@@ -2,7 +2,7 @@
 
 The kernel makes and zeroes a page at the first write to it, and in a virtual machine the host does so once more. For
 gradients and states this happens in the first backward and the first step: on one thread, inside a kernel's loop, at a
-few hundred MB/s. While a model is moved in from memory it is too early, since the planes must grow only as the model
+few hundred MB/s. While a model is moved in from memory it is too early, since the arrays must grow only as the model
 shrinks. The first forward of training is the right time: the move is over, and the processor has a core to spare.
 """
 
@@ -38,15 +38,15 @@ class Prefaulter:
             self._thread.join()
 
     def _run(self) -> None:
-        for region in self._pools:
-            for begin in range(0, region.nbytes, CHUNK_BYTES):
+        for pool in self._pools:
+            for begin in range(0, pool.nbytes, CHUNK_BYTES):
                 if self._closing.is_set():
                     return
-                data = region.unfaulted_data
+                data = pool.unfaulted_data
                 if data is None:
                     break
                 try:
                     fault_in(data[begin : begin + CHUNK_BYTES])
                 except OSError:
                     return
-                del data  # else this thread could keep the memory of a closed region alive
+                del data  # else this thread could keep the memory of a closed pool alive

@@ -49,35 +49,35 @@ class SharedHostMemory:
 
     @classmethod
     def open(cls, descriptor: int, nbytes: int | None, what: str, *, prefault: bool = False) -> SharedHostMemory:
-        """Map a region that another process made. The region owns the descriptor from now on, also when this fails.
+        """Map memory that another process made. The object owns the descriptor from now on, also when this fails.
 
         Raises BudgetError: the kernel refused; StateError: it is no such memory, or of another length.
 
         Args:
             nbytes: the length that the other process requested; None takes the whole file, which is whole pages.
             what: the purpose of the bytes; appears in errors.
-            prefault: fault all pages in now; pages that exist already keep their owner.
+            prefault: fault all pages in now; pages that exist already stay with their owner.
         """
-        region = cls.__new__(cls)
-        region._init_fields(0 if nbytes is None else nbytes, what)
-        region._descriptor = descriptor
+        memory = cls.__new__(cls)
+        memory._init_fields(0 if nbytes is None else nbytes, what)
+        memory._descriptor = descriptor
         try:
-            found = os.fstat(descriptor).st_size
-            sealed = fcntl.fcntl(descriptor, F_GET_SEALS)
+            file_bytes = os.fstat(descriptor).st_size
+            seals = fcntl.fcntl(descriptor, F_GET_SEALS)
         except OSError as error:
-            region.close()
+            memory.close()
             raise StateError(f"{what}: descriptor {descriptor} is not shared memory: {error.strerror}") from error
         if nbytes is None:
-            region.nbytes = found
-        expected = align_up(max(region.nbytes, 1), PAGE_BYTES)
-        if found != expected or sealed & SEALS != SEALS:
-            region.close()
+            memory.nbytes = file_bytes
+        expected = align_up(max(memory.nbytes, 1), PAGE_BYTES)
+        if file_bytes != expected or seals & SEALS != SEALS:
+            memory.close()
             raise StateError(
-                f"{what}: expected shared memory of {expected:,} bytes with its length sealed, got {found:,} bytes "
-                f"with seals {sealed:#x}: the processes do not agree on what they share"
+                f"{what}: expected shared memory of {expected:,} bytes with its length sealed, got {file_bytes:,} "
+                f"bytes with seals {seals:#x}: the processes do not agree on what they share"
             )
-        region._map(prefault)
-        return region
+        memory._map(prefault)
+        return memory
 
     @property
     def data(self) -> torch.Tensor:
@@ -88,15 +88,15 @@ class SharedHostMemory:
 
     @property
     def descriptor(self) -> int:
-        """The descriptor of the file in memory; the region owns it. Raises StateError once closed."""
+        """The descriptor of the file in memory; this object owns it. Raises StateError once closed."""
         if self._descriptor < 0:
             raise StateError(f"{self.what}: the shared memory is closed")
         return self._descriptor
 
     def offset_of(self, tensor: torch.Tensor) -> int:
-        """Bytes of the region before `tensor`; with the tensor's length this is all that another process needs.
+        """Bytes of the memory before `tensor`; with the tensor's length this is all that another process needs.
 
-        Raises StateError: the tensor is not contiguous, or does not lie in the region.
+        Raises StateError: the tensor is not contiguous, or does not lie in the memory.
         """
         offset = tensor.data_ptr() - self.data.data_ptr() if tensor.device.type == "cpu" else -1
         if not (tensor.is_contiguous() and offset >= 0 and offset + tensor.nbytes <= self.nbytes):
@@ -133,9 +133,9 @@ class SharedHostMemory:
 def map_peer_memory(
     index: int, count: int, all_gather: AllGatherBytes, memory: SharedHostMemory
 ) -> list[SharedHostMemory]:
-    """Let every peer map every peer's region. A collective call like `exchange_descriptors`.
+    """Let every peer map every peer's memory. A collective call like `exchange_descriptors`.
 
-    Returns the regions in peer order; this peer's own is `memory` itself. The caller closes them. Raises PeerError: a
+    Returns the mappings in peer order; this peer's own is `memory` itself. The caller closes them. Raises PeerError: a
     peer cannot be reached; names it. Raises BudgetError: the kernel refused a mapping.
     """
     received = exchange_descriptors(index, count, all_gather, [memory.descriptor])
@@ -146,8 +146,8 @@ def map_peer_memory(
             opened.append(memory if peer == index else SharedHostMemory.open(descriptors.pop(), None, name))
     except BaseException:
         close_received(index, received)
-        for other in opened:
-            if other is not memory:
-                other.close()
+        for peer_memory in opened:
+            if peer_memory is not memory:
+                peer_memory.close()
         raise
     return opened

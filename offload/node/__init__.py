@@ -1,1 +1,1 @@
-"""State that the processes of one node share: numbers, planes, gradients, initial values."""
+"""State that the processes of one node share: numbers, gradients, initial values."""

@@ -29,7 +29,7 @@ from offload.system.linux import open_pidfd
 
 CELL_BYTES = 8
 ROW_ALIGN_BYTES = 128  # Rows of two peers share no cache line, and no pair of lines: some processors fetch pairs.
-POLL_SECONDS = (50e-6, 1e-3)  # Between two looks at an awaited number: the first pause, and the longest.
+POLL_SECONDS = (50e-6, 1e-3)  # Between two reads of an awaited number: the first pause, and the longest.
 POLL_GROWTH = 1.5
 TFD_NONBLOCK, TFD_CLOEXEC, CLOCK_MONOTONIC = os.O_NONBLOCK, os.O_CLOEXEC, 1
 STRONGLY_ORDERED = ("x86_64", "AMD64", "i686")
@@ -53,8 +53,8 @@ class NodeBoard:
         self._memory, self._pidfds = memory, list(pidfds)
         self._cells = _cells(memory.data)
         self._poll = select.poll()
-        for lifeline in self._pidfds:
-            self._poll.register(lifeline, select.POLLIN)
+        for pidfd in self._pidfds:
+            self._poll.register(pidfd, select.POLLIN)
         self._cells.publish(index * self._stride + columns, os.getpid())
 
     @staticmethod
@@ -70,28 +70,28 @@ class NodeBoard:
         sizes. Raises BudgetError: the kernel refused the memory.
         """
         nbytes = cls.nbytes_for(count, columns)
-        made = _try_make_memory(nbytes) if index == 0 else None
+        new_memory = _try_make_memory(nbytes) if index == 0 else None
         with contextlib.ExitStack() as undo:
-            own = [] if isinstance(made, BudgetError) else _own_pidfd()
-            for descriptor in own:
+            descriptors = [] if isinstance(new_memory, BudgetError) else _own_pidfd()
+            for descriptor in descriptors:
                 undo.callback(os.close, descriptor)
-            if isinstance(made, SharedHostMemory):
-                undo.callback(made.close)
-                own.insert(0, made.descriptor)
-            received = exchange_descriptors(index, count, all_gather, own)
+            if isinstance(new_memory, SharedHostMemory):
+                undo.callback(new_memory.close)
+                descriptors.insert(0, new_memory.descriptor)
+            received = exchange_descriptors(index, count, all_gather, descriptors)
             undo.pop_all()
-        # On every peer, the first descriptor of peer 0 is the board; all others are lifelines, one per peer.
+        # On every peer, the first descriptor of peer 0 is the board; all others are pidfds, one per peer.
         first, received[0] = received[0][:1], received[0][1:]
-        lifelines = _peer_pidfds(received)
+        pidfds = _peer_pidfds(received)
         try:
-            if isinstance(made, BudgetError):
-                raise made
+            if isinstance(new_memory, BudgetError):
+                raise new_memory
             if not first:
                 raise PeerError("the board: peer 0 could not make it; see the error of peer 0", [0])
-            region = made or SharedHostMemory.open(first[0], nbytes, "board", prefault=True)
-            return cls(index, count, columns, region, lifelines)
+            memory = new_memory or SharedHostMemory.open(first[0], nbytes, "board", prefault=True)
+            return cls(index, count, columns, memory, pidfds)
         except BaseException:
-            for descriptor in lifelines:
+            for descriptor in pidfds:
                 os.close(descriptor)
             raise
 
@@ -149,18 +149,18 @@ class NodeBoard:
     def dead_peers(self) -> list[int]:
         if not self._pidfds:
             return []
-        ended = {descriptor for descriptor, _ in self._poll.poll(0)}
-        return [peer for peer, lifeline in enumerate(self._pidfds) if lifeline in ended]
+        readable = {descriptor for descriptor, _ in self._poll.poll(0)}
+        return [peer for peer, pidfd in enumerate(self._pidfds) if pidfd in readable]
 
     def peer_name(self, peer: int) -> str:
         """The name of a peer in errors."""
         return f"peer {peer} (pid {self._cells.read(peer * self._stride + self.columns)})"
 
     def close(self) -> None:
-        """Release the memory and the descriptors. Idempotent."""
-        lifelines, self._pidfds = self._pidfds, []
-        for lifeline in lifelines:
-            os.close(lifeline)
+        """Free the memory and close the descriptors. Idempotent."""
+        pidfds, self._pidfds = self._pidfds, []
+        for pidfd in pidfds:
+            os.close(pidfd)
         self._cells = _ClosedCells()
         self._memory.close()
 
@@ -175,26 +175,30 @@ class NodeBoard:
     ) -> None:
         loop = asyncio.get_running_loop()
         begin, pause = loop.time(), POLL_SECONDS[0]
-        with Sleeper() as naps:
+        with Sleeper() as sleeper:
             while True:
-                dead = (
+                dead_peers = (
                     self.dead_peers()
                 )  # read before the cells: a number that a peer published before it died still counts
-                behind = [peer for peer in peers if self.read(peer, column) < value]
-                if not behind:
+                late_peers = [peer for peer in peers if self.read(peer, column) < value]
+                if not late_peers:
                     return
                 what = what or f"column {column} to reach {value:,}"
-                if gone := [peer for peer in behind if peer in dead]:
-                    names = ", ".join(f"{self.peer_name(peer)} ended at {self.read(peer, column):,}" for peer in gone)
-                    raise PeerError(f"waiting for {what}: expected {value:,}, but {names}", gone)
+                if ended_peers := [peer for peer in late_peers if peer in dead_peers]:
+                    names = ", ".join(
+                        f"{self.peer_name(peer)} ended at {self.read(peer, column):,}" for peer in ended_peers
+                    )
+                    raise PeerError(f"waiting for {what}: expected {value:,}, but {names}", ended_peers)
                 if loop.time() - begin >= deadline_seconds:
-                    names = ", ".join(f"{self.peer_name(peer)} is at {self.read(peer, column):,}" for peer in behind)
+                    names = ", ".join(
+                        f"{self.peer_name(peer)} is at {self.read(peer, column):,}" for peer in late_peers
+                    )
                     raise WatchdogError(
                         f"waiting for {what}: expected {value:,}, but after {deadline_seconds:g} s {names}"
                     )
                 if on_pause is not None:
                     on_pause()
-                await naps.sleep(pause)
+                await sleeper.sleep(pause)
                 pause = min(pause * POLL_GROWTH, POLL_SECONDS[1])
 
     def _cell(self, peer: int, column: int) -> int:
@@ -230,19 +234,19 @@ class Sleeper:
             await asyncio.sleep(seconds)
             return
         nanoseconds = max(round(seconds * 1e9), 1)
-        once = struct.pack("@qqqq", 0, 0, nanoseconds // 10**9, nanoseconds % 10**9)  # struct itimerspec
-        rung = loop.create_future()
-        library.timerfd_settime(self._timer, 0, once, None)
-        loop.add_reader(self._timer, _wake, rung)
+        timer_spec = struct.pack("@qqqq", 0, 0, nanoseconds // 10**9, nanoseconds % 10**9)  # struct itimerspec
+        alarm = loop.create_future()
+        library.timerfd_settime(self._timer, 0, timer_spec, None)
+        loop.add_reader(self._timer, _wake, alarm)
         try:
-            await rung
+            await alarm
         finally:
             loop.remove_reader(self._timer)
 
 
-def _wake(rung: asyncio.Future[None]) -> None:
-    if not rung.done():
-        rung.set_result(None)
+def _wake(alarm: asyncio.Future[None]) -> None:
+    if not alarm.done():
+        alarm.set_result(None)
 
 
 @functools.cache

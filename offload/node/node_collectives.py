@@ -1,7 +1,7 @@
-"""Exchanges gradients in shared memory: each peer offers its flat gradient and reads its own slice of all flats.
+"""Collectives in shared memory: each peer offers its flat gradient and reads its own shard of all peers' gradients.
 
-[Note: who writes where] Nothing is copied before it is summed. A slice is read only by the peers that have this part;
-if this is a single peer, it may write its sum into the slice while the other peers still read their slices.
+[Note: who writes where] Nothing is copied before it is summed. A shard is read only by the peers that own it; if this
+is a single peer, it may write its sum into the shard while the other peers still read their shards.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ SLOTS = 16  # Default limit of collectives in flight.
 # Columns: the collective that this peer offered last; the one it failed in (0: none, LEFT: it has closed).
 LATEST, FAILED, COMMON_COLUMNS = 0, 1, 2
 LEFT = -1
-# Columns of a slot: the flat's offset, length and unit; the number of the collective that was offered, and was read.
+# Columns of a slot: offset, length and unit of the flat buffer; the number of the collective when offered, when read.
 OFFSET, NBYTES, UNIT, OFFERED, READ, SLOT_COLUMNS = 0, 1, 2, 3, 4, 5
 
 
 class NodeCollectives:
-    """Collectives over flats in shared memory, numbered 1, 2, ...; equal on all peers. Used from one event loop.
+    """Collectives over flat buffers in shared memory, numbered 1, 2, ...; equal on all peers. For one event loop.
 
-    After an error of the exchange itself it cannot be used any more, and the other peers learn of the error at once.
+    After an error of a collective itself it cannot be used any more, and the other peers learn of the error at once.
 
     Args:
-        board: of `columns(slots)` columns for `slots` collectives in flight; a further one waits. The exchange owns it
+        board: of `columns(slots)` columns for `slots` collectives in flight; a further one waits. This object owns it
             from now on.
-        memories: the memory of each peer's flats, in peer order, mapped in this process; the caller keeps them.
-        shard: (index, count): this peer reads slice `index` of `count` of every flat.
+        memories: the memory of each peer's flat buffers, in peer order, mapped in this process; the caller closes them.
+        shard: (index, count): this peer reads shard `index` of `count` of every flat buffer.
         deadline_seconds: how long to wait for another peer.
         check: called during waits; an error that it raises ends the wait.
     """
@@ -64,30 +64,30 @@ class NodeCollectives:
 
     @staticmethod
     def columns(slots: int = SLOTS) -> int:
-        """Columns of the board that an exchange needs."""
+        """Columns of the board that the collectives need."""
         return COMMON_COLUMNS + slots * SLOT_COLUMNS
 
     @contextlib.asynccontextmanager
     async def reduce_scatter(
         self, number: int, offset: int, nbytes: int, *, unit: int = 0
     ) -> AsyncIterator[list[torch.Tensor]]:
-        """Collective `number`: this peer's flat is bytes [offset, offset + nbytes) of its region.
+        """Collective `number`: this peer's flat buffer is bytes [offset, offset + nbytes) of its memory.
 
-        Entering waits until every peer offers its flat. Leaving waits until every peer has read, so that the memory
+        Entering waits until every peer offers its buffer. Leaving waits until every peer has read, so that the memory
         can be reused; it does so even if the block raised. Several collectives may be in flight, and each peer may
         enter them in another order, as long as it enters all.
 
         Args:
             number: 1, 2, ...; each once.
-            offset: where the flat begins in this peer's region.
-            nbytes: of the flat; a multiple of the number of slices, the same on all peers.
+            offset: where the flat buffer begins in this peer's memory.
+            nbytes: of the flat buffer; a multiple of the number of shards, the same on all peers.
             unit: any number that must be the same on all peers.
 
         Returns:
-            On entering: this peer's slice of each peer's flat, uint8 views in peer order, valid inside.
+            On entering: this peer's shard of each peer's flat buffer, uint8 views in peer order, valid inside.
 
         Raises:
-            StateError: the number was used, the flat does not lie in the region, or an earlier collective failed.
+            StateError: the number was used, the flat buffer is not inside the memory, or an earlier collective failed.
             PeerError: a peer has ended, has failed, or offers another unit or length; names the peers.
             WatchdogError: a peer does nothing within the deadline; names it.
         """
@@ -96,14 +96,14 @@ class NodeCollectives:
             self._enter(number, offset, nbytes)
             await self._offer(number, offset, nbytes, unit)
             await self._wait_for_all(number, OFFERED, f"{what} to be offered")
-            slices = self._shards(number, nbytes, unit)
+            shards = self._shards(number, nbytes, unit)
         except BaseException as error:
             self._fail(number, error)
             raise
         try:
-            yield slices
+            yield shards
         except Exception:
-            await self._leave(number, what)  # the error concerns this peer only: the others must still get their slices
+            await self._leave(number, what)  # the error concerns this peer only: the others must still get their shards
             raise
         except BaseException as error:
             self._fail(number, error)
@@ -122,16 +122,16 @@ class NodeCollectives:
         self._check_usable(number)
         if number in self._in_flight or number < self._next[number % self._slots]:
             raise StateError(f"collective {number}: numbers begin at 1, and each is used once")
-        region, count = self._memories[self._board.index], self._shard[1]
-        if nbytes % count or not (offset >= 0 and nbytes >= 0 and offset + nbytes <= region.nbytes):
+        memory, count = self._memories[self._board.index], self._shard[1]
+        if nbytes % count or not (offset >= 0 and nbytes >= 0 and offset + nbytes <= memory.nbytes):
             raise StateError(
                 f"collective {number}: bytes [{offset:,}, {offset + nbytes:,}) have to be a multiple of {count} and "
-                f"lie in the shared memory of {region.nbytes:,}"
+                f"lie in the shared memory of {memory.nbytes:,}"
             )
         self._in_flight.add(number)
 
     async def _offer(self, number: int, offset: int, nbytes: int, unit: int) -> None:
-        """Publish the offer once its slot is free, when all peers have read the flat that used the slot before."""
+        """Publish the offer once its slot is free, when all peers have read the buffer that used the slot before."""
         while self._next[number % self._slots] != number:
             self._waiters[number] = asyncio.get_running_loop().create_future()
             await self._waiters[number]
@@ -149,8 +149,8 @@ class NodeCollectives:
             self._fail(number, error)
             raise
         self._in_flight.discard(number)
-        self._next[number % self._slots] = following = number + self._slots
-        self._wake([following])
+        self._next[number % self._slots] = next_number = number + self._slots
+        self._wake([next_number])
 
     def _fail(self, number: int, error: BaseException) -> None:
         if self._failure is None:
@@ -161,9 +161,9 @@ class NodeCollectives:
 
     def _wake(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            waiting = self._waiters.pop(number, None)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(None)
+            waiter = self._waiters.pop(number, None)
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
 
     def _check_usable(self, number: int) -> None:
         if self._failure is not None:
@@ -196,35 +196,37 @@ class NodeCollectives:
         ]
         if failed:
             offers = self._offers(awaited)
-            others = [peer for peer, offer in enumerate(offers) if offer[0] == awaited and offer != offers[board.index]]
-            if offers[board.index][0] == awaited and others:
-                self._raise_divergence(awaited, offers, others)
+            diverging = [
+                peer for peer, offer in enumerate(offers) if offer[0] == awaited and offer != offers[board.index]
+            ]
+            if offers[board.index][0] == awaited and diverging:
+                self._raise_divergence(awaited, offers, diverging)
             ends = {peer: f"stopped in collective {numbers[peer]}" for peer in failed}
             ends |= {peer: "has closed its exchange" for peer in failed if numbers[peer] == LEFT}
             names = ", ".join(f"{self._board.peer_name(peer)} {ends[peer]}" for peer in failed)
             raise PeerError(f"{names}; see the error of that peer", failed)
 
     def _shards(self, number: int, nbytes: int, unit: int) -> list[torch.Tensor]:
-        """This peer's slice of every flat, if all offers are equal."""
+        """This peer's shard of every flat buffer, if all offers are equal."""
         offers, offsets = self._offers(number), self._board.read_all(self._column(number, OFFSET))
-        if others := [peer for peer, offer in enumerate(offers) if offer != (number, unit, nbytes)]:
-            self._raise_divergence(number, offers, others)
+        if diverging := [peer for peer, offer in enumerate(offers) if offer != (number, unit, nbytes)]:
+            self._raise_divergence(number, offers, diverging)
         index, count = self._shard
-        own = nbytes // count
-        begins = [offset + index * own for offset in offsets]
-        return [region.data[begin : begin + own] for region, begin in zip(self._memories, begins, strict=True)]
+        shard_bytes = nbytes // count
+        begins = [offset + index * shard_bytes for offset in offsets]
+        return [memory.data[begin : begin + shard_bytes] for memory, begin in zip(self._memories, begins, strict=True)]
 
     def _offers(self, number: int) -> list[tuple[int, int, int]]:
         """(collective, unit, bytes) in the collective's slot, for each peer."""
         columns = (self._board.read_all(self._column(number, column)) for column in (OFFERED, UNIT, NBYTES))
         return list(zip(*columns, strict=True))
 
-    def _raise_divergence(self, number: int, offers: Sequence[tuple[int, int, int]], others: list[int]) -> NoReturn:
+    def _raise_divergence(self, number: int, offers: Sequence[tuple[int, int, int]], peers: list[int]) -> NoReturn:
         table = "; ".join(
-            f"{self._board.peer_name(peer)}: collective {there}, unit {unit}, {nbytes:,} bytes"
-            for peer, (there, unit, nbytes) in enumerate(offers)
+            f"{self._board.peer_name(peer)}: collective {offered}, unit {unit}, {nbytes:,} bytes"
+            for peer, (offered, unit, nbytes) in enumerate(offers)
         )
-        raise PeerError(f"collective {number}: the peers run different collectives: {table}", others)
+        raise PeerError(f"collective {number}: the peers run different collectives: {table}", peers)
 
     def _column(self, number: int, column: int) -> int:
         return COMMON_COLUMNS + number % self._slots * SLOT_COLUMNS + column

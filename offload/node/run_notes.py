@@ -29,10 +29,10 @@ def leave_note(kind: str, facts: Mapping[str, Any]) -> None:
 
 def read_notes(folder: Path, kind: str) -> dict[int, dict[str, Any]]:
     """Rank -> its note of a kind; notes that cannot be read are left out."""
-    found: dict[int, dict[str, Any]] = {}
+    notes: dict[int, dict[str, Any]] = {}
     for path in folder.glob(f"{kind}-*.json"):
         try:
-            found[int(path.stem.rpartition("-")[2])] = json.loads(path.read_text(encoding="utf-8"))
+            notes[int(path.stem.rpartition("-")[2])] = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-    return found
+    return notes

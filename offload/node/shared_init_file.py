@@ -29,22 +29,23 @@ PATIENCE_SECONDS = 300.0  # The first peer may store nothing for so long while a
 
 
 class Ledger:
-    """The table. `region`: of `nbytes(count)`, zero at first; it is closed here."""
+    """The table. `region`: shared memory of `nbytes(count)`, zero at first; it is closed here."""
 
     def __init__(self, region: SharedHostMemory, count: int) -> None:
         table: Any = region.data.numpy()  # keeps the mapping
         region.close()
         sizes = (PAGE_BYTES, 8 * ROWS_MAX, 4 * ROWS_MAX, count * ROWS_MAX)
         begins = [sum(sizes[:index]) for index in range(len(sizes))]
-        state, kinds, versions, done = (table[begin : begin + size] for begin, size in zip(begins, sizes, strict=True))
+        columns = [table[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+        state, kinds, versions, is_done = columns
         self.state = state.view("int64")  # State of the first peer. [0]: WORKS or ENDED; [1]: its stores so far.
         self.kinds = kinds.view("int64")  # Kind of the tensor, see `_kind_of`; 0: not stored yet. Set after its values.
         self.versions = versions.view("int32")  # How often a tensor has been stored again.
-        self.done = done.reshape(count, ROWS_MAX)  # [peer, row]: 1 once that peer will not read it again.
+        self.done = is_done.reshape(count, ROWS_MAX)  # [peer, row]: 1 once that peer will not read it again.
 
     @staticmethod
     def nbytes(count: int) -> int:
-        """Size of the region for so many peers."""
+        """Size of the shared memory for so many peers."""
         return PAGE_BYTES + (12 + count) * ROWS_MAX
 
 
@@ -53,7 +54,7 @@ class SharedInitFile:
 
     Args:
         file: the first peer's file, open in this process.
-        ledger: over the first peer's region.
+        ledger: over the first peer's memory.
         all_gather: how the peers exchange bytes.
         patience_seconds: how long the first peer may store nothing.
     """
@@ -61,13 +62,16 @@ class SharedInitFile:
     def __init__(
         self, file: InitFile, ledger: Ledger, index: int, all_gather: AllGatherBytes, patience_seconds: float
     ) -> None:
-        self._file, self._ledger, self._index, self._all_gather = file, ledger, index, all_gather
+        self._file = file
+        self._ledger = ledger
+        self._index = index
+        self._all_gather = all_gather
         self._patience_seconds = patience_seconds
         self._offsets: list[int] = []  # Of each row; a tensor's row is its index in this list.
         self._kinds: list[int] = []
         self._versions: list[int] = []  # How often this peer has edited each row.
         self._unsynced_edits: dict[int, int] = {}  # Row that it has edited since all agreed -> the version then.
-        # Row -> digest of the values that were read, to see whether a write changes them; None once settled.
+        # Row -> digest of the values that were read, to see whether a write changes them; None after `end_edits`.
         self._read_digests: dict[int, bytes] | None = {}
 
     @classmethod
@@ -87,17 +91,17 @@ class SharedInitFile:
         """
         what = "the list of initial values"
         if index == 0:
-            region = SharedHostMemory(Ledger.nbytes(count), what, prefault=False)
-            exchange_descriptors(index, count, all_gather, [file.descriptor, region.descriptor])
-            return cls(file, Ledger(region, count), index, all_gather, patience_seconds)
+            memory = SharedHostMemory(Ledger.nbytes(count), what, prefault=False)
+            exchange_descriptors(index, count, all_gather, [file.descriptor, memory.descriptor])
+            return cls(file, Ledger(memory, count), index, all_gather, patience_seconds)
         received = exchange_descriptors(index, count, all_gather, [])
         file.close()
         if len(received[0]) != 2:
             raise PeerError(f"{what}: expected two open files of peer 0, got {len(received[0])}", [0])
         descriptor, ledger = received[0]
         common = InitFile(descriptor, file.where, file.can_free_parts)
-        region = SharedHostMemory.open(ledger, Ledger.nbytes(count), what)
-        return cls(common, Ledger(region, count), index, all_gather, patience_seconds)
+        memory = SharedHostMemory.open(ledger, Ledger.nbytes(count), what)
+        return cls(common, Ledger(memory, count), index, all_gather, patience_seconds)
 
     @property
     def is_writer(self) -> bool:
@@ -153,8 +157,9 @@ class SharedInitFile:
         # Not the ledger: the first peer may have edited again by the time that another one reads it. Only the rows
         # edited since the last agreement: clients agree once for each module, and the store keeps all messages.
         edited = [(row, self._versions[row]) for row in self._unsynced_edits] if self.is_writer else []
-        told = self._all_gather(np.asarray(edited, "int32").tobytes())
-        for row, version in (*self._unsynced_edits.items(), *np.frombuffer(told[0], "int32").reshape(-1, 2).tolist()):
+        payloads = self._all_gather(np.asarray(edited, "int32").tobytes())
+        writer_edits = np.frombuffer(payloads[0], "int32").reshape(-1, 2).tolist()
+        for row, version in (*self._unsynced_edits.items(), *writer_edits):
             self._versions[row] = version
         self._unsynced_edits.clear()
 

@@ -1,1 +1,1 @@
-"""Planes: arrays over a coordinate space whose runs have homes in tiers, and copies to and from them."""
+"""Tiered arrays: arrays over an address space whose runs have homes in tiers, and copies to and from them."""

@@ -1,4 +1,4 @@
-"""Copies between a plane and memory that the disk cannot reach: chunk by chunk, through the host arena."""
+"""Copies between a tiered array and memory that the disk cannot reach: chunk by chunk, through a pool on the host."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ async def fetch_array(
 ) -> None:
     """Fill `into` (uint8, on the compute device) with [begin, end) of `array`.
 
-    On the CPU the disk writes into `into` itself. On a GPU the bytes pass through chunks of the arena, so a unit may
-    be larger than the arena. Returns once the last copy is queued on the device; the fence
-    `streams.record_copy_event()` then covers all of them. `after`: fences that cover the last uses of `into`.
+    On the CPU the disk writes into `into` itself. On a GPU the bytes pass through chunks of the pool, so a unit may
+    be larger than the pool. Returns once the last copy is queued on the device; the event
+    `streams.record_copy_event()` then covers all of them. `after`: events that cover the last uses of `into`.
     """
     if streams.has_unified_memory:
         await array.read(begin, end, into)
@@ -61,14 +61,14 @@ async def fetch_array(
     for first, last, memory in array.runs(begin, end):
         if memory is None:
             chunks += _chunks(array, first, last, device_chunk_bytes(pool.capacity_bytes))
-        else:  # the copy waits for the mover's own work: an update may have been the last to write this memory
+        else:  # the copy waits for the I/O loop's own work: an update may have been the last to write this memory
             streams.copy_to_device(
                 into[array.nbytes(begin, first) : array.nbytes(begin, last)], memory, *after, streams.record_event()
             )
-    waiting = iter(chunks)
+    remaining = iter(chunks)
 
-    async def take_chunks() -> None:
-        for lo, hi in waiting:
+    async def fetch_chunks() -> None:
+        for lo, hi in remaining:
             block = await pool.allocate_async(array.nbytes(lo, hi), f"chunk of {array.name}")
             copied: MaybeEvent = None
             try:
@@ -79,7 +79,7 @@ async def fetch_array(
             finally:
                 streams.free_after(block, copied)
 
-    await await_all([take_chunks() for _ in range(min(CHUNKS_IN_FLIGHT, len(chunks)))])
+    await await_all([fetch_chunks() for _ in range(min(CHUNKS_IN_FLIGHT, len(chunks)))])
 
 
 async def fetch_range(
@@ -112,7 +112,7 @@ async def fetch_range(
 def _copy_to_compute(
     target: torch.Tensor, source: torch.Tensor, streams: Streams, after: tuple[MaybeEvent, ...]
 ) -> MaybeEvent:
-    """Copy to the compute device; returns a fence after the copy."""
+    """Copy to the compute device; returns an event after the copy."""
     if streams.has_unified_memory:
         target.copy_(source)
         return None
@@ -120,7 +120,7 @@ def _copy_to_compute(
 
 
 async def read_array(array: TieredArray, begin: int, end: int, into: torch.Tensor, pool: BlockPool) -> None:
-    """Fill `into` (uint8, any memory, aligned or not) with [begin, end) of `array`, through the arena."""
+    """Fill `into` (uint8, any memory, aligned or not) with [begin, end) of `array`, through the pool."""
     if array.swap_bytes(begin, end) == 0:
         await array.read(begin, end, into)
         return
@@ -151,7 +151,7 @@ async def write_array(array: TieredArray, begin: int, end: int, source: torch.Te
 
 
 def device_chunk_bytes(pool_bytes: int) -> int:
-    """Arena bytes that one copy to or from a device uses; the arena has room for two such chunks at once."""
+    """Bytes of the pool that one copy to or from a device uses; the pool has room for two such chunks at once."""
     return min(DEVICE_CHUNK_BYTES, pool_bytes // 2)
 
 

@@ -1,8 +1,8 @@
-"""Planes: one array over a coordinate space, each run of coordinates with a home in some tier.
+"""Tiered arrays: one array over an address space, each run of coordinates with a home in some tier.
 
-A plane says where the bytes of a coordinate range are: in memory (of the host or of a device) or in
-the swap space. Callers give coordinates and buffers; they never see an offset or a file. So a tier
-is data and not a code path.
+A tiered array knows where the bytes of a coordinate range are: in memory (of the host or of a device)
+or in the swap space. Callers pass coordinates and buffers; they never see an offset or a file. So a
+tier is data and not a code path.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from offload.streams import Streams
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where coordinates [begin, end) of a plane live."""
+    """Where coordinates [begin, end) of a tiered array are stored."""
 
     begin: int
     end: int
     memory: torch.Tensor | None
-    """uint8, of as many bytes as the plane needs for [begin, end); None when the home is the swap space."""
+    """uint8, of as many bytes as the array needs for [begin, end); None when the home is the swap space."""
     swap_offset: int = -1
     host_offset: int = -1
-    """Where `memory` begins in the plane's host memory; -1 if it is not there."""
+    """Where `memory` begins in the array's host memory; -1 if it is not there."""
 
 
 @dataclass(slots=True)
@@ -76,11 +76,11 @@ class Disk:
 
     def take_over_counters(self, other: Disk) -> None:
         """Continue the counters of `other`, which has no transfer in flight any more."""
-        mine, theirs, seconds = self.traffic, other.traffic, other.aio.stats()
-        mine.read_bytes += theirs.read_bytes
-        mine.write_bytes += theirs.write_bytes
-        mine.earlier_read_seconds += theirs.earlier_read_seconds + seconds.read_seconds
-        mine.earlier_write_seconds += theirs.earlier_write_seconds + seconds.write_seconds
+        traffic, earlier, stats = self.traffic, other.traffic, other.aio.stats()
+        traffic.read_bytes += earlier.read_bytes
+        traffic.write_bytes += earlier.write_bytes
+        traffic.earlier_read_seconds += earlier.earlier_read_seconds + stats.read_seconds
+        traffic.earlier_write_seconds += earlier.earlier_write_seconds + stats.write_seconds
 
     def close(self) -> None:
         """Close the engine, and free the files even if that raises. No transfer may be in flight."""
@@ -99,7 +99,7 @@ class Disk:
 
 
 async def await_all(moves: Sequence[Awaitable[None]]) -> None:
-    """Run all moves; raise the first error only after every one has settled.
+    """Run all moves; raise the first error only after every one has ended.
 
     Until then bytes may still move, and the buffer must not be reused.
     """
@@ -126,10 +126,10 @@ class TieredArray:
 
     Args:
         name: appears in errors and in the plan.
-        width: bytes per element; for records that move as a whole, a function: elements of a home -> its bytes.
+        width: bytes per element; for states, which are not moved in parts, a function: elements of a home -> its bytes.
         homes: disjoint and sorted; coordinates outside of all homes cannot be read or written.
         disk: needed when a home lies in the swap space.
-        streams: needed when a home lies on a device; copies to and from it wait for the mover's earlier work there.
+        streams: needed when a home lies on a device; copies to and from it wait for the I/O loop's earlier work there.
 
     Attributes:
         host: uint8 memory that contains all homes in host memory; None if unknown, or if there are no such homes.
@@ -154,7 +154,7 @@ class TieredArray:
         self._failed_writes: list[FailedWrite] = []
         self._writing: dict[asyncio.Future[None], tuple[int, int]] = {}  # Range of each write in flight.
         if disk is None and any(home.memory is None for home in homes):
-            raise StateError(f"plane {name}: a part of it is in swap space, but there is no swap space")
+            raise StateError(f"tiered array {name}: a part of it is in swap space, but there is no swap space")
 
     @property
     def homes(self) -> tuple[Home, ...]:
@@ -162,7 +162,7 @@ class TieredArray:
         return tuple(self._homes)
 
     def relocate(self, relocate: Relocate) -> None:
-        """Point the homes to memory that was moved. No transfer of the plane may be in flight."""
+        """Point the homes to memory that was moved. No transfer of the array may be in flight."""
         self._homes = [
             home if home.memory is None else replace(home, memory=relocate(home.memory)) for home in self._homes
         ]
@@ -173,22 +173,26 @@ class TieredArray:
         return self._homes[-1].end if self._homes else 0
 
     def nbytes(self, begin: int, end: int) -> int:
-        """Bytes of [begin, end). Raises StateError: the range holds only a part of a record."""
+        """Bytes of [begin, end). Raises StateError: the range holds only a part of an optimizer state."""
         if isinstance(self._width, int):
             return (end - begin) * self._width
         total = 0
         for home, lo, hi in self._pieces(begin, end):
             if (lo, hi) != (home.begin, home.end):
                 raise StateError(
-                    f"plane {self.name}: [{lo:,}, {hi:,}) is a part of the record [{home.begin:,}, {home.end:,}), "
-                    "which moves as a whole"
+                    f"tiered array {self.name}: [{lo:,}, {hi:,}) is a part of the record "
+                    f"[{home.begin:,}, {home.end:,}), which moves as a whole"
                 )
             total += self._width(hi - lo)
         return total
 
     def close(self) -> None:
-        """Drop all homes and their memory; the plane is empty afterwards."""
-        self._homes, self._begins, self._failed_writes, self._disk, self.host = [], [], [], None, None
+        """Drop all homes and their memory; the array is empty afterwards."""
+        self._homes = []
+        self._begins = []
+        self._failed_writes = []
+        self._disk = None
+        self.host = None
 
     def memory(self, begin: int, end: int) -> torch.Tensor | None:
         """A view of the bytes of [begin, end), if one memory home holds them all; else None."""
@@ -212,7 +216,7 @@ class TieredArray:
             yield lo, hi, None if home.memory is None else self._memory_view(home, lo, hi)
 
     def swap_bytes(self, begin: int, end: int) -> int:
-        """How many bytes of [begin, end) live in the swap space."""
+        """How many bytes of [begin, end) are in the swap space."""
         return sum(self.nbytes(lo, hi) for home, lo, hi in self._pieces(begin, end) if home.memory is None)
 
     async def read(self, begin: int, end: int, into: torch.Tensor) -> None:
@@ -224,24 +228,24 @@ class TieredArray:
         await self._transfer(begin, end, source, write=True)
 
     async def write_front(self, begin: int, end: int, source: torch.Tensor) -> None:
-        """Copy `source` (uint8, whole pages) to the first bytes of [begin, end), which one home holds; the rest stays.
+        """Copy `source` (uint8, whole pages) to the first bytes of [begin, end), all in one home; the others stay.
 
-        Raises StorageError. Raises StateError: a plane with two slots or with stranded bytes cannot write only a part.
+        Raises StorageError. Raises StateError: an array with two slots or with failed writes cannot write only a part.
         """
         home = self._home_at(begin)
         if source.numel() == self.nbytes(begin, end):
             await self.write(begin, end, source)
         elif self._failed_writes or not self.starts_as_zeros:
-            raise StateError(f"plane {self.name}: [{begin:,}, {end:,}) can only be written as a whole")
+            raise StateError(f"tiered array {self.name}: [{begin:,}, {end:,}) can only be written as a whole")
         elif home.memory is not None:
             await self._transfer_device(self._memory_view(home, begin, end)[: source.numel()], source)
         elif self._disk is not None:
             await self._disk.write(home.swap_offset + self.nbytes(home.begin, begin), source, self.name)
 
     async def read_part(self, begin: int, end: int, at: int, into: torch.Tensor) -> None:
-        """Fill `into` (uint8, host, whole pages) with the bytes of a record from byte `at` on, without the others.
+        """Fill `into` (uint8, host, whole pages) with the bytes of an optimizer state from byte `at` on.
 
-        Raises StorageError. Raises StateError: the record is not in the swap space. `begin`, `end`: of the record.
+        Raises StorageError. Raises StateError: the state is not in the swap space. `begin`, `end`: of the state.
         """
         disk, offset = self._swap_location(begin, end)
         newer = next((s for s in self._failed_writes if (s.begin, s.end) == (begin, end)), None)
@@ -251,21 +255,21 @@ class TieredArray:
             await disk.read(offset + at, into, self.name)
 
     async def write_part(self, begin: int, end: int, at: int, source: torch.Tensor) -> None:
-        """The mirror of `read_part`. Raises StateError: the record does not take parts, or is not in the swap space."""
+        """The mirror of `read_part`. Raises StateError: the state is not in swap space, or not written in parts."""
         disk, offset = self._swap_location(begin, end)
         if not self.can_write_part(begin, end):
-            raise StateError(f"plane {self.name}: [{begin:,}, {end:,}) can only be written as a whole")
+            raise StateError(f"tiered array {self.name}: [{begin:,}, {end:,}) can only be written as a whole")
         await disk.write(offset + at, source, self.name)
 
     def can_write_part(self, begin: int, end: int) -> bool:
-        """True if `write_part` can write to a record: no newer values of it wait in memory."""
+        """True if `write_part` can write to an optimizer state: no newer values of it wait in memory."""
         return all((s.begin, s.end) != (begin, end) for s in self._failed_writes)
 
     def _swap_location(self, begin: int, end: int) -> tuple[Disk, int]:
-        """The disk that holds a record, and where the record begins in the swap space."""
+        """The disk that holds an optimizer state, and where the state begins in the swap space."""
         home = self._home_at(begin)
         if self._disk is None or home.memory is not None or (begin, end) != (home.begin, home.end):
-            raise StateError(f"plane {self.name}: [{begin:,}, {end:,}) is not a record in swap space")
+            raise StateError(f"tiered array {self.name}: [{begin:,}, {end:,}) is not a record in swap space")
         return self._disk, self._offset_of(home)
 
     def _offset_of(self, home: Home) -> int:
@@ -273,7 +277,7 @@ class TieredArray:
         return home.swap_offset
 
     def keep_failed_write(self, begin: int, end: int, data: torch.Tensor) -> None:
-        """After a failed write of [begin, end): `data` holds the plane's values there until a write succeeds."""
+        """After a failed write of [begin, end): `data` holds the array's values there until a write succeeds."""
         self._supersede(begin, end, data)
         self._failed_writes.append(FailedWrite(begin, end, data))
 
@@ -295,10 +299,10 @@ class TieredArray:
         pieces = list(self._pieces(begin, end))  # a range outside of the homes must fail before a byte moves
         if buffer.numel() != self.nbytes(begin, end):
             raise StateError(
-                f"plane {self.name}: [{begin:,}, {end:,}) is {self.nbytes(begin, end):,} bytes, "
+                f"tiered array {self.name}: [{begin:,}, {end:,}) is {self.nbytes(begin, end):,} bytes, "
                 f"got a buffer of {buffer.numel():,}"
             )
-        if write:  # a stranded entry that is being rewritten must not land after newer values
+        if write:  # a failed write that is being repeated must not land after newer values
             await self._wait_for_writes(begin, end)
         moves = []
         for home, lo, hi in pieces:
@@ -313,12 +317,12 @@ class TieredArray:
             else:
                 moves.append(self._transfer_swap(home, lo, hi, part, write=write))
         if moves and write:
-            self._writing[ended := asyncio.get_running_loop().create_future()] = begin, end
+            self._writing[done := asyncio.get_running_loop().create_future()] = begin, end
             try:
                 await await_all(moves)
             finally:
-                del self._writing[ended]
-                ended.set_result(None)
+                del self._writing[done]
+                done.set_result(None)
         elif moves:
             await await_all(moves)
         if write:
@@ -326,8 +330,8 @@ class TieredArray:
 
     async def _wait_for_writes(self, begin: int, end: int) -> None:
         """Wait until no write to any of [begin, end) is in flight."""
-        while ended := [future for future, (lo, hi) in self._writing.items() if lo < end and begin < hi]:
-            await asyncio.wait(ended)
+        while writes := [future for future, (lo, hi) in self._writing.items() if lo < end and begin < hi]:
+            await asyncio.wait(writes)
 
     async def _transfer_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
         copy = self._streams.copy_to_host if target.device.type == "cpu" else self._streams.copy_to_device
@@ -335,28 +339,29 @@ class TieredArray:
 
     async def _transfer_swap(self, home: Home, lo: int, hi: int, part: torch.Tensor, *, write: bool) -> None:
         if self._disk is None:
-            raise StateError(f"plane {self.name}: there is no swap space")
+            raise StateError(f"tiered array {self.name}: there is no swap space")
         if write:
             await self._disk.write(self._offset_of(home) + self.nbytes(home.begin, lo), part, self.name)
             return
         while True:
-            stranded = [s for s in self._failed_writes if s.begin < hi and lo < s.end]
-            if not any(s.begin <= lo and hi <= s.end for s in stranded):
+            failed = [s for s in self._failed_writes if s.begin < hi and lo < s.end]
+            if not any(s.begin <= lo and hi <= s.end for s in failed):
                 await self._disk.read(self._offset_of(home) + self.nbytes(home.begin, lo), part, self.name)
-            if all(s in self._failed_writes for s in stranded):
+            if all(s in self._failed_writes for s in failed):
                 break
-            home = self._home_at(lo)  # a rewrite ended beside the read: its bytes are on the disk now, in another slot
-        for kept, given in self._overlaps(lo, hi, part):
-            given.copy_(kept)
+            # A repeated write ended during the read: its bytes are on the disk now, in another slot.
+            home = self._home_at(lo)
+        for failed_bytes, target in self._overlaps(lo, hi, part):
+            target.copy_(failed_bytes)
 
     def _supersede(self, begin: int, end: int, newer: torch.Tensor) -> None:
-        """`newer` holds the newest values: drop stranded entries inside the range, and update those that overlap it."""
+        """`newer` holds the newest values: drop failed writes inside the range, and update those that overlap it."""
         self._failed_writes = [s for s in self._failed_writes if not (begin <= s.begin and s.end <= end)]
-        for kept, given in self._overlaps(begin, end, newer):
-            kept.copy_(given)
+        for failed_bytes, source in self._overlaps(begin, end, newer):
+            failed_bytes.copy_(source)
 
     def _overlaps(self, begin: int, end: int, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(stranded bytes, bytes of `buffer`) wherever both hold a part of [begin, end); the newest entry is last."""
+        """(bytes of a failed write, bytes of `buffer`) for each part of [begin, end) in both; the newest is last."""
         for s in self._failed_writes:
             first, last = max(begin, s.begin), min(end, s.end)
             if first < last:
@@ -376,10 +381,12 @@ class TieredArray:
     def _home_at(self, coordinate: int) -> Home:
         index = bisect_right(self._begins, coordinate) - 1
         if index < 0 or coordinate >= self._homes[index].end:
-            raise StateError(f"plane {self.name}: coordinate {coordinate:,} is outside its {self.numel:,} elements")
+            raise StateError(
+                f"tiered array {self.name}: coordinate {coordinate:,} is outside its {self.numel:,} elements"
+            )
         return self._homes[index]
 
     def _memory_view(self, home: Home, begin: int, end: int) -> torch.Tensor:
         if home.memory is None:
-            raise StateError(f"plane {self.name}: coordinates {begin:,} to {end:,} are not in memory")
+            raise StateError(f"tiered array {self.name}: coordinates {begin:,} to {end:,} are not in memory")
         return home.memory[self.nbytes(home.begin, begin) : self.nbytes(home.begin, end)]

@@ -1,4 +1,4 @@
-"""Planes whose bytes have two places in the swap space, so that a slot that a snapshot names is never overwritten.
+"""Tiered arrays whose bytes have two places in the swap space: a slot that a snapshot names is never overwritten.
 
 [Note: slots] Each *pair* of slots holds one run of coordinates. A snapshot names one slot of each pair; until the next
 snapshot that slot is only read. The first write after a snapshot goes to the other slot, which is the *current* one
@@ -9,9 +9,10 @@ the slot that the previous snapshot does not name. So the place of a run in the 
 plan with more memory, or less, finds every run again.
 
 [Note: another process] A process of the same node reads the slots through `PeerSlotArray`. Nothing there waits. The
-owner publishes on a board what is done (a step, for example), after its writes have returned. Bytes that it holds
-stranded after a failed write are not in the files. The owner overwrites nothing before all peers have published that
-they have read it. A plane whose places never change is read as a `TieredArray` over the same homes and the owner's space.
+owner publishes on a board what is done (a step, for example), after its writes have returned. Bytes whose write has
+failed are in its memory, and not in the files. The owner overwrites nothing before all peers have published that they
+have read it. An array whose places never change is read as a `TieredArray` over the same homes and the owner's swap
+space.
 
 [Note: checksums] Bytes are summed while the disk writes them. So a snapshot reads again only the blocks of which just
 a part has changed, or that were never written.
@@ -56,15 +57,15 @@ class SlotPair:
 
 
 class TwoSlotArray(TieredArray):
-    """A plane over pairs of slots.
+    """A tiered array over pairs of slots.
 
     Args:
-        name: as of any plane.
-        width: as of any plane.
+        name: as of any tiered array.
+        width: as of any tiered array.
         homes: each home in the swap space is one pair, at its current slot; a home in memory covers several pairs.
         pairs: disjoint and sorted; they cover the same coordinates as the homes.
         disk: where the slots are.
-        streams: as of any plane.
+        streams: as of any tiered array.
 
     Attributes:
         is_frozen: a snapshot that may or may not be valid names the current slots: writing to the disk is refused.
@@ -95,14 +96,14 @@ class TwoSlotArray(TieredArray):
 
     @property
     def has_failed_writes(self) -> bool:
-        """True while the plane keeps values in memory because their write to the disk failed."""
+        """True while the array keeps values in memory because their write to the disk failed."""
         return bool(self._failed_writes)
 
     def publish_slots(self, table: torch.Tensor) -> list[Home]:
         """From now on publish the current slots to other processes; returns the swap homes, at their first slots.
 
         Args:
-            table: (pairs,) uint8, shared: receives the current slot of each swap home, in order; the rest is unchanged.
+            table: (pairs,) uint8, shared: receives the current slot of each swap home, in order; other rows stay.
         """
         self._table = table
         on_disk = [pair for pair in self._pairs if self._home_at(pair.begin).memory is None]
@@ -134,25 +135,25 @@ class TwoSlotArray(TieredArray):
             pool: for memory that the disk cannot write from directly; its bytes are copied through a block.
             seldom_changes: the values hardly ever change: compare checksums first, and do not write unchanged pairs.
         """
-        turn = asyncio.Semaphore(PAIRS_AT_ONCE)
+        limit = asyncio.Semaphore(PAIRS_AT_ONCE)
 
         async def write(pair: SlotPair) -> int:
-            async with turn:
-                before = pair.checksums.text if seldom_changes and pair.current_slot == pair.committed_slot else ""
-                if before and before == (await self._checksum_memory(pair, pool, None)).text:
+            async with limit:
+                checksums = pair.checksums.text if seldom_changes and pair.current_slot == pair.committed_slot else ""
+                if checksums and checksums == (await self._checksum_memory(pair, pool, None)).text:
                     return 0
                 slot = 0 if pair.committed_slot is None else 1 - pair.committed_slot
                 pair.checksums = await self._checksum_memory(pair, pool, pair.offsets[slot])
                 pair.current_slot = slot
                 return self.nbytes_of(pair)
 
-        written = [0] * len(pairs)
+        written_bytes = [0] * len(pairs)
 
         async def note(number: int, pair: SlotPair) -> None:
-            written[number] = await write(pair)
+            written_bytes[number] = await write(pair)
 
         await await_all([note(number, pair) for number, pair in enumerate(pairs)])
-        return sum(written)
+        return sum(written_bytes)
 
     def commit_slots(self) -> None:
         """The only valid snapshot now names the current slots: they are not written any more."""
@@ -211,17 +212,17 @@ class TwoSlotArray(TieredArray):
             checksums: of the slots that the snapshot names.
             describe: describes coordinates [begin, end) in errors.
         """
-        turn = asyncio.Semaphore(PAIRS_AT_ONCE)
+        limit = asyncio.Semaphore(PAIRS_AT_ONCE)
 
         async def read(pair: SlotPair) -> None:
-            async with turn:
+            async with limit:
                 await self._verify_and_load(pair, pool, describe)
 
         self._failed_writes.clear()  # values that could not be written do not belong to the snapshot
         reads = []
         for index, (pair, text) in enumerate(zip(self._pairs, checksums, strict=True)):
             if pair.committed_slot is None:
-                raise StateError(f"plane {self.name}: no snapshot contains [{pair.begin:,}, {pair.end:,})")
+                raise StateError(f"tiered array {self.name}: no snapshot contains [{pair.begin:,}, {pair.end:,})")
             self._set_current_slot(index, pair.committed_slot)
             pair.checksums = BlockChecksums(self.nbytes_of(pair), text)
             reads.append(read(pair))
@@ -234,7 +235,7 @@ class TwoSlotArray(TieredArray):
     # ---- writes -------------------------------------------------------------------------------
 
     def can_write_part(self, begin: int, end: int) -> bool:
-        """False: the slot that a snapshot names must not change, so a record is written to the other one as a whole."""
+        """False: the slot that a snapshot names must not change, so all of a state is written to the other."""
         return False
 
     async def _transfer_swap(self, home: Home, lo: int, hi: int, part: torch.Tensor, *, write: bool) -> None:
@@ -244,12 +245,12 @@ class TwoSlotArray(TieredArray):
         index = bisect_right(self._pair_begins, lo) - 1
         pair = self._pairs[index]
         if self.is_frozen:
-            raise StateError(f"plane {self.name}: nothing can be written while a snapshot is being committed")
+            raise StateError(f"tiered array {self.name}: nothing can be written while a snapshot is being committed")
         if pair.current_slot == pair.committed_slot and (lo, hi) == (pair.begin, pair.end):
-            other, sums = 1 - pair.current_slot, BlockChecksums(part.numel())
-            await self._write_slot(pair.offsets[other], 0, part, sums)
+            other_slot, sums = 1 - pair.current_slot, BlockChecksums(part.numel())
+            await self._write_slot(pair.offsets[other_slot], 0, part, sums)
             pair.checksums = sums
-            self._set_current_slot(index, other)
+            self._set_current_slot(index, other_slot)
             return
         if pair.current_slot == pair.committed_slot:
             await self._copy_to_other(index, pair)
@@ -266,32 +267,32 @@ class TwoSlotArray(TieredArray):
             raise
 
     async def _copy_to_other(self, index: int, pair: SlotPair) -> None:
-        """Before a part is written to the other slot: copy the whole pair there, so that it holds the rest too."""
+        """Before a part is written to the other slot: copy the pair's bytes there, so that it has the others too."""
         async with self._copy_locks.setdefault(index, asyncio.Lock()):
             if pair.current_slot != pair.committed_slot:
                 return
-            disk, other, nbytes = self._open_disk(), 1 - pair.current_slot, self.nbytes_of(pair)
+            disk, other_slot, nbytes = self._open_disk(), 1 - pair.current_slot, self.nbytes_of(pair)
             buffer = tensor_over(map_host(min(nbytes, BLOCK_BYTES)))
             for begin in range(0, nbytes, BLOCK_BYTES):
                 part = buffer[: min(BLOCK_BYTES, nbytes - begin)]
                 await disk.read(pair.offsets[pair.current_slot] + begin, part, self.name)
-                await disk.write(pair.offsets[other] + begin, part, self.name)
-            self._set_current_slot(index, other)
+                await disk.write(pair.offsets[other_slot] + begin, part, self.name)
+            self._set_current_slot(index, other_slot)
 
     def _set_current_slot(self, index: int, slot: int) -> None:
         """Make `slot` the current one."""
         pair = self._pairs[index]
         pair.current_slot = slot
-        at = bisect_right(self._begins, pair.begin) - 1
-        if self._homes[at].memory is None:
-            self._homes[at] = replace(self._homes[at], swap_offset=pair.offsets[slot])
+        home_index = bisect_right(self._begins, pair.begin) - 1
+        if self._homes[home_index].memory is None:
+            self._homes[home_index] = replace(self._homes[home_index], swap_offset=pair.offsets[slot])
             if self._table is not None:
                 self._table[self._table_rows[pair.begin]] = slot
 
     # ---- memory -------------------------------------------------------------------------------
 
     async def _checksum_memory(self, pair: SlotPair, pool: BlockPool, offset: int | None) -> BlockChecksums:
-        """Checksums of a pair in memory; its bytes are written to `offset` if that is given."""
+        """Checksums of a pair in memory; its bytes are written to `offset` if that is not None."""
         memory, sums = self._memory_of(pair), BlockChecksums(self.nbytes_of(pair))
         for begin in range(0, memory.numel(), BLOCK_BYTES):
             source = memory[begin : begin + BLOCK_BYTES]
@@ -310,12 +311,12 @@ class TwoSlotArray(TieredArray):
         return sums
 
     async def _verify_and_load(self, pair: SlotPair, pool: BlockPool, describe: Callable[[int, int], str]) -> None:
-        """Compare the current slot with its checksums, and copy it to memory if the pair lives there."""
+        """Compare the current slot with its checksums, and copy it to memory if the pair's home is there."""
         memory = self.memory(pair.begin, pair.end)
-        own = tensor_over(map_host(min(self.nbytes_of(pair), BLOCK_BYTES)))
+        buffer = tensor_over(map_host(min(self.nbytes_of(pair), BLOCK_BYTES)))
         for begin, end, expected in pair.checksums.blocks():
             block = None if memory is None else await pool.allocate_async(end - begin, self.name)
-            data = own[: end - begin] if block is None else block.data
+            data = buffer[: end - begin] if block is None else block.data
             try:
                 await self._read_block(pair, begin, data, expected, describe)
                 if memory is not None:
@@ -334,13 +335,13 @@ class TwoSlotArray(TieredArray):
     ) -> None:
         """Read the current slot from byte `begin` on. Raises StorageError: its checksum is not the expected one."""
         await self._open_disk().read(pair.offsets[pair.current_slot] + begin, data, self.name)
-        found = kernels.crc32c(data)
-        if expected not in (found, UNKNOWN):
-            how = f"expected the checksum {expected:08x}, got {found:08x}"
-            raise self._damage_error(pair, begin, begin + data.numel(), how, describe)
+        checksum = kernels.crc32c(data)
+        if expected not in (checksum, UNKNOWN):
+            reason = f"expected the checksum {expected:08x}, got {checksum:08x}"
+            raise self._damage_error(pair, begin, begin + data.numel(), reason, describe)
 
     def _damage_error(
-        self, pair: SlotPair, begin: int, end: int, how: str, describe: Callable[[int, int], str]
+        self, pair: SlotPair, begin: int, end: int, reason: str, describe: Callable[[int, int], str]
     ) -> StorageError:
         """The error of bytes [begin, end) of the pair's current slot."""
         lo, hi = pair.begin, pair.end
@@ -348,7 +349,7 @@ class TwoSlotArray(TieredArray):
             lo, hi = pair.begin + begin // self._width, pair.begin - (-end // self._width)
         spans = list(self._open_disk().swap.file_ranges(pair.offsets[pair.current_slot] + begin, end - begin))
         return StorageError(
-            f"snapshot: {end - begin:,} bytes of {self.name} [{lo:,}, {hi:,}){describe(lo, hi)} are damaged ({how})",
+            f"snapshot: {end - begin:,} bytes of {self.name} [{lo:,}, {hi:,}){describe(lo, hi)} are damaged ({reason})",
             errno=errno.EIO,
             path=" and ".join(span.path for span in spans),
             offset=spans[0].file_offset,
@@ -364,17 +365,17 @@ class TwoSlotArray(TieredArray):
     def _memory_of(self, pair: SlotPair) -> torch.Tensor:
         memory = self.memory(pair.begin, pair.end)
         if memory is None:
-            raise StateError(f"plane {self.name}: [{pair.begin:,}, {pair.end:,}) is not in memory")
+            raise StateError(f"tiered array {self.name}: [{pair.begin:,}, {pair.end:,}) is not in memory")
         return memory
 
     def _open_disk(self) -> Disk:
         if self._disk is None:
-            raise StateError(f"plane {self.name}: there is no swap space")
+            raise StateError(f"tiered array {self.name}: there is no swap space")
         return self._disk
 
 
 class PeerSlotArray(TieredArray):
-    """Another process's plane over pairs of slots, all of it in its swap space.
+    """Another process's tiered array over pairs of slots, all of it in its swap space.
 
     Args:
         homes: their swap offsets are those of the first slots.
@@ -398,6 +399,6 @@ def _allows_direct_io(memory: torch.Tensor) -> bool:
 
 async def _add_in_blocks(sums: BlockChecksums, begin: int, data: torch.Tensor) -> None:
     """`BlockChecksums.add_bytes`, one block at a time: between two blocks the loop runs other tasks."""
-    for at in range(0, data.numel(), BLOCK_BYTES):
-        sums.add_bytes(begin + at, data[at : at + BLOCK_BYTES])
+    for offset in range(0, data.numel(), BLOCK_BYTES):
+        sums.add_bytes(begin + offset, data[offset : offset + BLOCK_BYTES])
         await asyncio.sleep(0)

@@ -1,12 +1,12 @@
 """Tensors that autograd has saved, kept elsewhere until backward needs them.
 
-[Note: what is kept] The bytes of a storage are kept, not those of a tensor: if autograd saves several views of one
+[Note: what is saved] The bytes of a storage are saved, not those of a tensor: if autograd saves several views of one
 storage, there is one copy out and one copy back. Restored tensors have the same strides and alignment as before, so
 the kernels of backward do the same arithmetic. A different version counter means that the values have changed.
 
-[Note: when it goes] Kept bytes are released with their last handle. Autograd drops its handles wherever a graph is
+[Note: when it is freed] Saved bytes are freed with their last handle. Autograd drops its handles wherever a graph is
 freed, on any thread and inside the garbage collector. So the end of a handle only leaves a note, and the next call
-of the store releases the bytes.
+of the store frees the bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAVED_BYTES_MIN = 4096  # Smaller tensors are not moved: each would take a page.
 
 
 class SavedStorage:
-    """Kept bytes of one storage; shared by the handles of all tensors on it.
+    """Saved bytes of one storage; shared by the handles of all tensors on it.
 
     Attributes:
         data: the bytes on the device, until all handles are restored; else None.
@@ -41,7 +41,10 @@ class SavedStorage:
     def __init__(
         self, number: int, begin: int, end: int, source_tensor: torch.Tensor, dropped: deque[_DroppedStorage]
     ) -> None:
-        self.number, self.begin, self.end, self._dropped = number, begin, end, dropped
+        self.number = number
+        self.begin = begin
+        self.end = end
+        self._dropped = dropped
         self.pieces: list[SpilledPiece] = []
         self.source_tensor: torch.Tensor | None = source_tensor
         self.version, self.is_modified = version_of(source_tensor), False
@@ -67,7 +70,7 @@ class SavedStorage:
             )
 
     def on_copied(self) -> None:
-        """Called when the bytes are copied, or when the copy precedes all work that the device is given from now on."""
+        """Called when the bytes are copied, or when the copy precedes all work queued on the device from now on."""
         if self.source_tensor is not None:
             self.is_modified, self.source_tensor = version_of(self.source_tensor) != self.version, None
 
@@ -100,11 +103,11 @@ class Handle:
 class ActivationCounters:
     stored_bytes: int = 0
     restored_bytes: int = 0
-    shared: int = 0  # Tensors whose bytes were kept already, through another view of the same storage.
+    shared: int = 0  # Tensors whose bytes were saved already, through another view of the same storage.
 
 
 class ActivationStore:
-    """Keeps tensors of one device. Any thread may call it. `pieces`: stores their bytes."""
+    """Saves tensors of one device. Any thread may call it. `pieces`: stores their bytes."""
 
     def __init__(self, pieces: SpillStore, device: torch.device, streams: Streams) -> None:
         self._pieces, self._device, self._streams = pieces, device, streams
@@ -139,13 +142,13 @@ class ActivationStore:
             self._free_dropped()
             self._raise_failure()
             view = View.from_tensor(tensor)
-            kept = self._find(tensor, view)
-            if kept is None:
-                kept, view = self._store(tensor, view)
+            saved = self._find(tensor, view)
+            if saved is None:
+                saved, view = self._store(tensor, view)
             else:
                 self.counters.shared += 1
-            kept.handle_count += 1
-            return Handle(self, kept, view)
+            saved.handle_count += 1
+            return Handle(self, saved, view)
 
     def restore(self, handle: Handle) -> torch.Tensor:
         """The tensor, on the device, detached. Later work on the calling thread's stream sees its values.
@@ -155,17 +158,17 @@ class ActivationStore:
         with self._lock, torch.no_grad():
             self._check("restoring an activation")
             self._free_dropped()
-            kept = handle.saved
-            kept.check_unmodified()
-            if kept.data is None or version_of(kept.data) > 0:  # the user wrote to a tensor of another handle
-                self._fetch(kept)
-            data = self._data_of(kept)
-            self._streams.wait_and_record_stream(data, kept.event)  # another stream may have requested the copy
-            tensor = handle.view.rebuild(data, kept.begin)
-            kept.restore_count += 1
-            if kept.restore_count % kept.handle_count == 0:
-                kept.data, kept.event = None, None
-            self._prefetch(kept)
+            saved = handle.saved
+            saved.check_unmodified()
+            if saved.data is None or version_of(saved.data) > 0:  # the user wrote to a tensor of another handle
+                self._fetch(saved)
+            data = self._data_of(saved)
+            self._streams.wait_and_record_stream(data, saved.event)  # another stream may have requested the copy
+            tensor = handle.view.rebuild(data, saved.begin)
+            saved.restore_count += 1
+            if saved.restore_count % saved.handle_count == 0:
+                saved.data, saved.event = None, None
+            self._prefetch(saved)
             return tensor
 
     def check_failure(self) -> None:
@@ -176,25 +179,25 @@ class ActivationStore:
                 self._raise_failure()
 
     def grow_memory(self, nbytes: int) -> None:
-        """Let memory grow by one arena of `nbytes`, if it may grow."""
+        """Let memory grow by one pool of `nbytes`, if it may grow."""
         with self._lock:
             if self._pieces.memory.can_grow:
                 self._pieces.memory.grow(nbytes)
 
     def trim(self) -> None:
-        """Release memory in which nothing is kept."""
+        """Free memory in which nothing is saved."""
         with self._lock:
             self._free_dropped()
             self._pieces.memory.trim()
 
     def close(self) -> None:
-        """Release everything; no transfer may be in flight. Remaining handles cannot be restored. Idempotent."""
+        """Free everything; no transfer may be in flight. Remaining handles cannot be restored. Idempotent."""
         with self._lock:
             self._closed = True
-            for kept in self._by_number.values():
-                for piece in kept.pieces:
+            for saved in self._by_number.values():
+                for piece in saved.pieces:
                     piece.block = piece.host_copy = None
-                kept.data = None
+                saved.data = None
             self._dropped.clear()
             self._by_number.clear()
             self._by_key.clear()
@@ -227,10 +230,10 @@ class ActivationStore:
             raise error
 
     def _find(self, tensor: torch.Tensor, view: View) -> SavedStorage | None:
-        kept = self._by_key.get(storage_key(tensor))
-        if kept is None or kept.version != version_of(tensor) or kept.number not in self._by_number:
+        saved = self._by_key.get(storage_key(tensor))
+        if saved is None or saved.version != version_of(tensor) or saved.number not in self._by_number:
             return None
-        return kept if kept.begin <= view.begin and view.end <= kept.end else None
+        return saved if saved.begin <= view.begin and view.end <= saved.end else None
 
     def _store(self, tensor: torch.Tensor, view: View) -> tuple[SavedStorage, View]:
         limits = range_to_save(tensor, view)
@@ -241,52 +244,52 @@ class ActivationStore:
             limits = view.begin, view.end
         begin, end = limits
         self._numbers += 1
-        kept = SavedStorage(self._numbers, begin, end, tensor.detach(), self._dropped)
-        kept.pieces = self._pieces.put(bytes_of(tensor, begin, end), kept.on_copied)
-        self._by_number[kept.number] = kept
+        saved = SavedStorage(self._numbers, begin, end, tensor.detach(), self._dropped)
+        saved.pieces = self._pieces.put(bytes_of(tensor, begin, end), saved.on_copied)
+        self._by_number[saved.number] = saved
         if not packed:
             # The weak reference reserves the key, so that no other storage gets it; it does not keep the memory.
-            kept.source = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            self._by_key[storage_key(tensor)] = kept
-        self.counters.stored_bytes += kept.nbytes
-        return kept, view
+            saved.source = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self._by_key[storage_key(tensor)] = saved
+        self.counters.stored_bytes += saved.nbytes
+        return saved, view
 
-    def _fetch(self, kept: SavedStorage) -> None:
-        data = torch.empty(kept.nbytes, dtype=torch.uint8, device=self._device)
-        before = [piece for other in self._saved_before(kept) for piece in other.pieces]
-        kept.event = self._pieces.get(kept.pieces, data, before)
+    def _fetch(self, saved: SavedStorage) -> None:
+        data = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._device)
+        upcoming = [piece for earlier in self._saved_before(saved) for piece in earlier.pieces]
+        saved.event = self._pieces.get(saved.pieces, data, upcoming)
         # `.data` has its own version counter at 0: the copy must not count, but users' writes must.
-        kept.data = data.data
-        self.counters.restored_bytes += kept.nbytes
+        saved.data = data.data
+        self.counters.restored_bytes += saved.nbytes
 
     @staticmethod
-    def _data_of(kept: SavedStorage) -> torch.Tensor:
-        if kept.data is None:
+    def _data_of(saved: SavedStorage) -> torch.Tensor:
+        if saved.data is None:
             raise StateError("an activation that was fetched no longer exists")
-        return kept.data
+        return saved.data
 
-    def _prefetch(self, kept: SavedStorage) -> None:
+    def _prefetch(self, saved: SavedStorage) -> None:
         """Start the copy of the tensor saved before this one, if copies to the device do not delay the computation."""
-        before = next(self._saved_before(kept), None)
-        if self._streams.has_unified_memory or before is None or before.data is not None:
+        earlier = next(self._saved_before(saved), None)
+        if self._streams.has_unified_memory or earlier is None or earlier.data is not None:
             return
-        if self._pieces.is_ready(before.pieces):
+        if self._pieces.is_ready(earlier.pieces):
             # A failure is raised again when the tensor is restored; a lack of memory now is no failure.
             with contextlib.suppress(StorageError, torch.OutOfMemoryError):
-                self._fetch(before)
+                self._fetch(earlier)
 
-    def _saved_before(self, kept: SavedStorage, most: int = 8) -> Iterator[SavedStorage]:
-        """The bytes that backward will need next: those kept before `kept`, the latest first."""
-        for number in range(kept.number - 1, max(kept.number - 1 - most, 0), -1):
-            if (other := self._by_number.get(number)) is not None:
-                yield other
+    def _saved_before(self, saved: SavedStorage, most: int = 8) -> Iterator[SavedStorage]:
+        """The bytes that backward will need next: those saved before `saved`, the latest first."""
+        for number in range(saved.number - 1, max(saved.number - 1 - most, 0), -1):
+            if (earlier := self._by_number.get(number)) is not None:
+                yield earlier
 
     def _free_dropped(self) -> None:
         while self._dropped:
-            gone = self._dropped.popleft()
-            if gone.data is not None:  # a copy in flight to this memory must end before the memory is reused
-                self._streams.wait_and_record_stream(gone.data, gone.event)
-            # Weak references to it end later than its `__del__`, which told of it: until then others could find it.
-            self._by_number.pop(gone.number, None)
-            self._pieces.free_pieces(gone.pieces)
+            dropped = self._dropped.popleft()
+            if dropped.data is not None:  # a copy in flight to this memory must end before the memory is reused
+                self._streams.wait_and_record_stream(dropped.data, dropped.event)
+            # Weak references to it end later than its `__del__`, which left the note: until then others could find it.
+            self._by_number.pop(dropped.number, None)
+            self._pieces.free_pieces(dropped.pieces)
         self._pieces.free_finished()

@@ -13,33 +13,36 @@ GROWTH = 4  # At least this fraction of the capacity (1/4) is added: a few steps
 
 
 class GrowingPool:
-    """Arenas of one kind of memory. One owner at a time.
+    """Pools of one kind of memory. One owner at a time.
 
     Args:
         name: the purpose of the bytes; appears in errors.
         knob: the configuration key that makes bounded memory larger.
-        nbytes: the total, in one arena; None: unbounded, another arena is added when none has room.
+        nbytes: the total, in one pool; None: unbounded, another pool is added when none has room.
         pinned: page-lock host memory.
     """
 
     def __init__(self, name: str, knob: str, device: torch.device, nbytes: int | None, *, pinned: bool = False) -> None:
-        self.name, self.knob, self._device, self._pinned = name, knob, device, pinned
+        self.name = name
+        self.knob = knob
+        self._device = device
+        self._pinned = pinned
         self.can_grow = nbytes is None
         self._pools = [] if nbytes is None else [self._make_pool(nbytes)]
         self._closed = False
-        self.peak_bytes = 0  # The most bytes that were leased at once.
+        self.peak_bytes = 0  # The most bytes that were allocated at once.
 
     @property
     def capacity_bytes(self) -> int:
-        return sum(arena.capacity_bytes for arena in self._pools)
+        return sum(pool.capacity_bytes for pool in self._pools)
 
     @property
     def used_bytes(self) -> int:
-        return sum(arena.used_bytes for arena in self._pools)
+        return sum(pool.used_bytes for pool in self._pools)
 
     def try_allocate(self, nbytes: int) -> Block | None:
         """A block of exactly `nbytes`; None if there is no room and the memory may not grow."""
-        block = next((found for arena in self._pools if (found := arena.try_allocate(nbytes)) is not None), None)
+        block = next((candidate for pool in self._pools if (candidate := pool.try_allocate(nbytes)) is not None), None)
         if block is None and self.can_grow and not self._closed:
             self.grow(max(nbytes, STEP_BYTES, self.capacity_bytes // GROWTH))
             block = self._pools[-1].allocate(nbytes, self.name)
@@ -50,17 +53,17 @@ class GrowingPool:
         self._pools.append(self._make_pool(nbytes))
 
     def trim(self) -> None:
-        """Release unused arenas, unless their size was planned."""
+        """Free unused pools, unless their size was planned."""
         if self.can_grow:
-            for arena in [arena for arena in self._pools if not arena.used_bytes]:
-                arena.close()
-                self._pools.remove(arena)
+            for pool in [pool for pool in self._pools if not pool.used_bytes]:
+                pool.close()
+                self._pools.remove(pool)
 
     def close(self) -> None:
-        """Close all arenas; their memory is freed with the last tensor over it. Idempotent."""
+        """Close all pools; their memory is freed with the last tensor over it. Idempotent."""
         self._closed = True
-        for arena in self._pools:
-            arena.close()
+        for pool in self._pools:
+            pool.close()
         self._pools.clear()
 
     def _make_pool(self, nbytes: int) -> BlockPool:
@@ -80,16 +83,16 @@ class SwapPool:
     def __init__(self, disk: Disk, begin: int, nbytes: int, *, can_grow: bool) -> None:
         self.disk, self._swap, self._can_grow = disk, disk.swap, can_grow
         self._parts = [(begin, ExtentAllocator(nbytes))]
-        self.peak_bytes = 0  # The most bytes that were taken at once.
+        self.peak_bytes = 0  # The most bytes that were allocated at once.
 
     @property
     def used_bytes(self) -> int:
         return sum(extents.used_bytes for _, extents in self._parts)
 
     def try_allocate(self, nbytes: int) -> int | None:
-        """Offset in the swap space of `nbytes`, on a page; None if there is no room and the area may not grow.
+        """Offset in the swap space of `nbytes`, on a page; None if there is no room and the pool may not grow.
 
-        Raises StorageError: the area cannot grow, since the file system has no room.
+        Raises StorageError: the pool cannot grow, since the file system has no room.
         """
         for begin, extents in self._parts:
             if (offset := extents.allocate(nbytes)) is not None:

@@ -1,8 +1,9 @@
-"""Bytes of a device spilled in pieces: to leased memory, or through that memory to the swap space.
+"""Bytes of a device spilled in pieces: to blocks of a pool, or through such blocks to the swap space.
 
 A piece is in memory, being written to the disk (memory still holds it), on the disk, or being read back. One
 path serves every tier: a piece is always copied to memory first, and then written to the swap space if there is
-one. Callers hold one lock around every call. The mover only moves bytes; `collect` handles its finished transfers.
+one. Callers hold one lock around every call. The I/O loop only moves bytes; `free_finished` handles transfers that have
+ended.
 """
 
 from __future__ import annotations
@@ -39,9 +40,8 @@ class SpilledPiece:
     read: IoFuture[None] | None = None
     host_copy: torch.Tensor | None = None  # A host copy of the bytes, if their write failed.
     is_freed: bool = False
-    is_failure_reported: bool = (
-        False  # A caller learned of a failure while this piece was being written: its own is no news.
-    )
+    # A caller got an error while this piece was being written: its own failure is no news.
+    is_failure_reported: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +68,10 @@ class SpillStore:
         io_loop: IoLoop | None = None,
     ) -> None:
         self.name, self.memory = memory.name, memory
-        self._streams, self._is_device_memory, self._swap, self._io_loop = streams, is_device_memory, swap, io_loop
+        self._streams = streams
+        self._is_device_memory = is_device_memory
+        self._swap = swap
+        self._io_loop = io_loop
         self._in_flight: list[SpilledPiece] = []  # Being written, or dropped with a transfer in flight.
         self._prefetched: list[SpilledPiece] = []  # Read ahead, or being read.
         self._pending_frees: list[tuple[Block, MaybeEvent]] = []
@@ -125,25 +128,25 @@ class SpillStore:
     ) -> MaybeEvent:
         """Copy pieces to `target` (uint8, on the device).
 
-        Returns a fence after the copies. Raises StorageError: a piece could not be read; it is still on the disk.
+        Returns an event after the copies. Raises StorageError: a piece could not be read; it is still on the disk.
 
         Args:
             pieces: all pieces of one `put`.
             target: as long as the source of that `put`.
             upcoming: pieces that will be needed soon.
         """
-        fence: MaybeEvent = None
-        made = self._streams.record_event()
+        event: MaybeEvent = None
+        before = self._streams.record_event()
         try:
             for index, piece in enumerate(pieces):
                 if not self._is_loaded(piece):
                     self._start_read(piece, self._allocate(piece))
                 self.prefetch([*pieces[index + 1 :], *upcoming])
-                fence = self._copy_back(piece, target[piece.begin : piece.end], made)
+                event = self._copy_back(piece, target[piece.begin : piece.end], before)
         except BaseException:
-            self._streams.wait_events(fence)  # the memory of `target` will be reused: copies in flight must end before
+            self._streams.wait_events(event)  # the memory of `target` will be reused: copies in flight must end before
             raise
-        return fence
+        return event
 
     def is_ready(self, pieces: Iterable[SpilledPiece]) -> bool:
         """True when `get` need not wait for the disk."""
@@ -161,11 +164,11 @@ class SpillStore:
         self.free_finished()
 
     def free_finished(self) -> None:
-        """Release the blocks and swap space of transfers and copies that have ended."""
+        """Free the blocks and swap space of transfers and copies that have ended."""
         self._in_flight = [piece for piece in self._in_flight if not self._try_finish(piece)]
         self._prefetched = [piece for piece in self._prefetched if piece.read is not None]
         self._pending_frees = [
-            (block, fence) for block, fence in self._pending_frees if not self._try_free_block(block, fence)
+            (block, event) for block, event in self._pending_frees if not self._try_free_block(block, event)
         ]
         while self._copies and _is_complete(self._copies[0][1]):
             self._copies.popleft()[2]()
@@ -183,26 +186,29 @@ class SpillStore:
 
     def clear(self) -> None:
         """Drop everything; no transfer may be in flight."""
-        self._in_flight, self._prefetched, self._pending_frees, self._failure = [], [], [], None
+        self._in_flight = []
+        self._prefetched = []
+        self._pending_frees = []
+        self._failure = None
         self._copies.clear()
 
     def _copy_out(self, piece: SpilledPiece, block: Block, source: torch.Tensor, on_copied: Callable[[], None]) -> None:
-        into = block.data[: piece.nbytes]
+        target = block.data[: piece.nbytes]
         if self._is_device_memory:
             self._streams.wait_events(*block.events)
-            into.copy_(source)
+            target.copy_(source)
             piece.event = self._streams.record_event()
             on_copied()
             return
-        piece.event = self._streams.copy_to_host(into, source, self._streams.record_event())
+        piece.event = self._streams.copy_to_host(target, source, self._streams.record_event())
         self._copies.append((source, piece.event, on_copied))
         while len(self._copies) > COPIES_IN_FLIGHT or _is_complete(self._copies[0][1]):
             # Later work on this stream is ordered after the copy, and so is the next user of the memory. The allocator
             # must order the reuse by this stream, not by the copying one: else no memory is freed while the host runs
             # ahead of the device.
-            oldest, fence, oldest_copied = self._copies.popleft()
-            self._streams.wait_and_record_stream(oldest, fence)
-            oldest_copied()
+            oldest, event, on_oldest_copied = self._copies.popleft()
+            self._streams.wait_and_record_stream(oldest, event)
+            on_oldest_copied()
             if not self._copies:
                 return
 
@@ -213,10 +219,10 @@ class SpillStore:
             target.copy_(source)
             piece.event = self._streams.record_event()
             return piece.event
-        fence = piece.event = self._streams.copy_to_device(target, source, piece.event, after)
+        event = piece.event = self._streams.copy_to_device(target, source, piece.event, after)
         if piece.offset >= 0 and piece.write is None:
             self._free_block(piece)
-        return fence
+        return event
 
     def _wait_for_read(self, piece: SpilledPiece) -> torch.Tensor:
         if piece.host_copy is not None:
@@ -256,7 +262,7 @@ class SpillStore:
         return True
 
     def _free_prefetched(self) -> bool:
-        """Release the oldest piece that was read ahead; False if there is none."""
+        """Free the oldest piece that was read ahead; False if there is none."""
         for piece in self._prefetched:
             if piece.read is not None and piece.block is not None:
                 piece.read.wait()
@@ -265,7 +271,7 @@ class SpillStore:
         return False
 
     def _free_block(self, piece: SpilledPiece) -> None:
-        """Release the piece's block, if it has one, once its last copy has passed."""
+        """Free the piece's block, if it has one, once its last copy is complete."""
         block, piece.block, piece.read = piece.block, None, None
         if block is not None and not self._try_free_block(block, piece.event):
             self._pending_frees.append((block, piece.event))
@@ -290,10 +296,10 @@ class SpillStore:
                 f"{self.name}: {block.data.numel():,} more bytes do not fit, because {swap.used_bytes:,} bytes "
                 f"of swap space are in use; raise {self.memory.knob}"
             )
-        piece.offset, fence, streams = offset, piece.event, self._streams
+        piece.offset, event, streams = offset, piece.event, self._streams
 
         async def write() -> None:
-            await streams.synchronize(fence)
+            await streams.synchronize(event)
             await swap.disk.write(offset, block.data, self.name)
 
         self._in_flight.append(piece)
@@ -304,7 +310,7 @@ class SpillStore:
             raise StateError(f"{self.name}: bytes that were moved away no longer exist")
         reading = self._swap.disk.read(piece.offset, block.data, self.name)
         piece.read = self._io_loop.submit(f"reading {self.name}", reading)
-        piece.block = block  # set last: a piece with a block and without a read counts as held in memory
+        piece.block = block  # set last: a piece with a block and without a read counts as being in memory
         self._prefetched.append(piece)
 
     def _try_finish(self, piece: SpilledPiece) -> bool:
@@ -337,4 +343,4 @@ def _is_complete(event: MaybeEvent) -> bool:
 
 
 def _ignore() -> None:
-    """Used as `copied` for all pieces but the last."""
+    """Used as `on_copied` for all pieces but the last."""

@@ -47,21 +47,21 @@ def exchange_descriptors(
         descriptors: open ones; the caller keeps them.
         seconds: how long to wait for the other peers, once all of them have called.
     """
-    meeting = _DescriptorExchange(index, count, descriptors, seconds)
+    exchange = _DescriptorExchange(index, count, descriptors, seconds)
     try:
-        meeting.listen(all_gather)
+        exchange.listen(all_gather)
         # Each peer first connects to all peers with lower numbers, then accepts those with higher ones. Peer 0
         # connects to none, so there is always one that answers, and no deadlock.
         for peer in range(index):
-            meeting.connect(peer)
+            exchange.connect(peer)
         for _ in range(index + 1, count):
-            meeting.accept()
+            exchange.accept()
     except BaseException:
-        meeting.abort()
+        exchange.abort()
         raise
     finally:
-        meeting.close()
-    return meeting.received
+        exchange.close()
+    return exchange.received
 
 
 def node_identity() -> bytes:
@@ -86,7 +86,7 @@ def same_node(all_gather: AllGatherBytes) -> bool:
     shared = [payload.partition(b"/") for payload in all_gather(token + b"/" + node_identity())]
     if len({identity for _, _, identity in shared}) != 1:
         return False
-    tokens = [other for other, _, _ in shared]
+    tokens = [peer_token for peer_token, _, _ in shared]
     proof = _proof(token)
     try:
         reached = _check_proofs(tokens.index(token), tokens, all_gather, proof)
@@ -112,9 +112,11 @@ def _check_proofs(index: int, tokens: Sequence[bytes], all_gather: AllGatherByte
         received = exchange_descriptors(index, len(tokens), all_gather, proof, seconds=SAME_NODE_SECONDS_MAX)
     except PeerError:
         return False
-    found = [b"".join(os.pread(descriptor, 2 * TOKEN_BYTES + 1, 0) for descriptor in given) for given in received]
+    contents = [
+        b"".join(os.pread(descriptor, 2 * TOKEN_BYTES + 1, 0) for descriptor in descriptors) for descriptors in received
+    ]
     close_received(index, received)
-    return found == list(tokens)
+    return contents == list(tokens)
 
 
 def close_received(index: int, received: Sequence[Sequence[int]]) -> None:
@@ -130,7 +132,10 @@ class _DescriptorExchange:
     def __init__(self, index: int, count: int, descriptors: Sequence[int], seconds: float) -> None:
         if not 0 <= index < count:
             raise ValueError(f"index: expected 0 to {count - 1}, got {index}")
-        self._index, self._count, self._own, self._seconds = index, count, list(descriptors), seconds
+        self._index = index
+        self._count = count
+        self._own = list(descriptors)
+        self._seconds = seconds
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._listener: socket.socket | None = None
         self._peers: list[dict[str, Any]] = []
@@ -142,25 +147,25 @@ class _DescriptorExchange:
 
     def listen(self, all_gather: AllGatherBytes) -> None:
         """Listen, and share the address with all peers."""
-        mine: dict[str, Any] = {"pid": os.getpid(), "given": len(self._own), "token": self._token.hex(), "error": ""}
+        entry: dict[str, Any] = {"pid": os.getpid(), "given": len(self._own), "token": self._token.hex(), "error": ""}
         try:
             self._listener = _socket()
-            mine["name"] = f"zero-infinity-{secrets.token_hex(TOKEN_BYTES)}"
-            self._listener.bind(b"\0" + mine["name"].encode())
+            entry["name"] = f"zero-infinity-{secrets.token_hex(TOKEN_BYTES)}"
+            self._listener.bind(b"\0" + entry["name"].encode())
             self._listener.listen(max(self._count, socket.SOMAXCONN))
         except OSError as error:
-            mine["error"] = str(error)  # not raised yet: the others wait in `share` and must learn of it
-        self._peers = [json.loads(payload) for payload in all_gather(json.dumps(mine).encode())]
+            entry["error"] = str(error)  # not raised yet: the others wait in `all_gather` and must learn of it
+        self._peers = [json.loads(payload) for payload in all_gather(json.dumps(entry).encode())]
         if len(self._peers) != self._count:
             raise StateError(
-                f"share returned {len(self._peers)} payloads, expected one from each of {self._count} peers"
+                f"all_gather returned {len(self._peers)} payloads, expected one from each of {self._count} peers"
             )
-        failed = [peer for peer, other in enumerate(self._peers) if other["error"]]
+        failed = [peer for peer, peer_entry in enumerate(self._peers) if peer_entry["error"]]
         if failed:
             reasons = "; ".join(f"{self._name(peer)}: {self._peers[peer]['error']}" for peer in failed)
             raise PeerError(f"passing files between processes: these peers could not make a socket: {reasons}", failed)
         self._deadline = time.monotonic() + self._seconds
-        self._running_peers = {peer for peer, other in enumerate(self._peers) if is_running(other["pid"])}
+        self._running_peers = {peer for peer, peer_entry in enumerate(self._peers) if is_running(peer_entry["pid"])}
 
     def connect(self, peer: int) -> None:
         """Connect to a peer; the peer sends its descriptors first."""
@@ -222,7 +227,7 @@ class _DescriptorExchange:
     def _accept_connection(self) -> socket.socket:
         if self._listener is None:
             raise StateError("this process does not listen")
-        ended: list[int] = []
+        dead: list[int] = []
         while True:
             self._listener.settimeout(min(self._seconds_left(), POLL_SECONDS))
             try:
@@ -231,10 +236,10 @@ class _DescriptorExchange:
             except TimeoutError:
                 if time.monotonic() >= self._deadline:
                     raise
-                if ended:  # noticed in the last round; since then no connection that it made before has arrived
-                    self._raise_peer_error(ended[0], f"its process has ended{self._refused_text}")
-                waited = self._running_peers - self._served_peers - set(range(self._index))
-                ended = [peer for peer in sorted(waited) if not is_running(self._peers[peer]["pid"])]
+                if dead:  # noticed in the last round; since then no connection that it made before has arrived
+                    self._raise_peer_error(dead[0], f"its process has ended{self._refused_text}")
+                awaited = self._running_peers - self._served_peers - set(range(self._index))
+                dead = [peer for peer in sorted(awaited) if not is_running(self._peers[peer]["pid"])]
         connection.settimeout(self._seconds_left())
         return connection
 
@@ -259,8 +264,8 @@ class _DescriptorExchange:
         received, expected = self.received[peer], self._peers[peer]["given"]
         while len(received) < expected:
             connection.settimeout(self._seconds_left())
-            message, found, cut = _receive(connection)
-            received += found
+            message, descriptors, cut = _receive(connection)
+            received += descriptors
             if not message:
                 self._raise_peer_error(
                     peer, f"it stopped after {len(received)} of {expected} descriptors", is_gone=True
@@ -282,10 +287,10 @@ class _DescriptorExchange:
     def _raise_peer_error(self, peer: int, why: str, *, is_gone: bool = False) -> NoReturn:
         """Raise PeerError; `is_gone`: the peer does not answer any more."""
         # A peer leaves when it sees another one's death, and may be noticed first: also name the one that died.
-        others = sorted(self._running_peers - {peer}) if is_gone else []
-        gone = [other for other in others if not is_running(self._peers[other]["pid"])]
-        first = f"; {', '.join(map(self._name, gone))} ended" if gone else ""
-        raise PeerError(f"passing files between processes: {self._name(peer)}: {why}{first}", [*gone, peer])
+        running = sorted(self._running_peers - {peer}) if is_gone else []
+        dead = [candidate for candidate in running if not is_running(self._peers[candidate]["pid"])]
+        first = f"; {', '.join(map(self._name, dead))} ended" if dead else ""
+        raise PeerError(f"passing files between processes: {self._name(peer)}: {why}{first}", [*dead, peer])
 
     def _raise_no_connection(self, error: OSError) -> NoReturn:
         missing = [peer for peer in range(self._index + 1, self._count) if peer not in self._served_peers]
@@ -320,11 +325,11 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[int], bool]:
     """One message, its descriptors, and whether some of them could not be received."""
     room = socket.CMSG_SPACE(DESCRIPTORS_PER_MESSAGE * array.array("i").itemsize)
     message, ancillary, flags, _ = connection.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
-    found = array.array("i")
+    descriptors = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            found.frombytes(data[: len(data) - len(data) % found.itemsize])
-    return message, found.tolist(), bool(flags & socket.MSG_CTRUNC)
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    return message, descriptors.tolist(), bool(flags & socket.MSG_CTRUNC)
 
 
 def _reason(error: OSError, seconds: float) -> str:

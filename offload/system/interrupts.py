@@ -2,9 +2,9 @@
 
 [Note: where an interrupt may end something] Python runs a signal's handler between any two bytecodes of the main
 thread, and Ctrl-C raises there. This would leave half of a change: a unit that is bound but not listed, a block that is
-never released. So code that changes state runs inside `deferring_interrupts`, which holds signals until it ends. A wait for a
-disk or for other ranks may take for ever. Only there `deliver_late` runs the handlers: code that waits can handle an
-error at that point.
+never freed. So code that changes state runs inside `deferring_interrupts`, which defers signals until it ends. A wait
+for a disk or for other ranks may take for ever. Only there `deliver_overdue` runs the handlers: code that waits can
+handle an error at that point.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIGNALS = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 )
-DEFER_SECONDS_MAX = 0.2  # A signal that is held for so long may end a wait.
+DEFER_SECONDS_MAX = 0.2  # A signal that is deferred for so long may end a wait.
 _MAIN = threading.main_thread().ident
 
 
@@ -63,7 +63,7 @@ class _DeferringInterrupts:
             self._deliver()
 
     def _deliver(self) -> None:
-        """Run the handlers of the held signals; stops at the first that raises."""
+        """Run the handlers of the deferred signals; stops at the first that raises."""
         while self._deferred:
             number, frame = self._deferred.pop(0)
             self._replaced_handlers[number](number, frame)
@@ -77,7 +77,7 @@ class _DeferringInterrupts:
         self._deferred.append((number, frame))
 
     def deliver_overdue(self) -> None:
-        """Run the handlers of held signals if the first is held for LATE_SECONDS and this is the main thread."""
+        """In the main thread: run the handlers of deferred signals once the first has waited for DEFER_SECONDS_MAX."""
         if self._deferred and threading.get_ident() == _MAIN and time.monotonic() - self._since >= DEFER_SECONDS_MAX:
             self._deliver()
 

@@ -67,7 +67,7 @@ def nameless_file(folder: Path, *, direct: bool) -> tuple[int, bool]:
             return descriptor, False
         # Not by its name, which another user may have given to another file by now. While it has one: not all file
         # systems can open a file that has lost it.
-        again = open_direct(Path(f"/proc/self/fd/{descriptor}"), flags, 0o600)
+        reopened = open_direct(Path(f"/proc/self/fd/{descriptor}"), flags, 0o600)
     except BaseException:
         os.close(descriptor)
         raise
@@ -75,7 +75,7 @@ def nameless_file(folder: Path, *, direct: bool) -> tuple[int, bool]:
         with contextlib.suppress(OSError):
             os.unlink(name)
     os.close(descriptor)
-    return again
+    return reopened
 
 
 def reopen(descriptor: int, flags: int) -> int | None:

@@ -58,10 +58,10 @@ def open_regular(
         if kind != stat.S_IFREG:
             what = f"open: expected a regular file, got {KINDS.get(kind, 'something else')}"
             raise StorageError(what, errno=errno.EINVAL, path=str(path), offset=0, free_bytes=None)
-        settled = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_NONBLOCK
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, settled)
+        blocking_flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_NONBLOCK
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, blocking_flags)
         if direct:
-            _bypass_cache(descriptor, settled)
+            _bypass_cache(descriptor, blocking_flags)
     except BaseException:
         os.close(descriptor)
         raise
@@ -176,29 +176,29 @@ def open_own_file(name: str, flags: int, *, folder: int, path: Path, shared: boo
         if isinstance(error, StorageError) or error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise ConfigError(f"{path}: expected a regular file, got a link or something else; remove it") from error
         raise
-    found = os.fstat(descriptor)
-    wrong = "it has a second name elsewhere (a hard link)" if found.st_nlink > 1 else ""
-    wrong = wrong or ("" if shared or _is_ours(found) else f"it belongs to the user {found.st_uid}")
+    status = os.fstat(descriptor)
+    wrong = "it has a second name elsewhere (a hard link)" if status.st_nlink > 1 else ""
+    wrong = wrong or ("" if shared or _is_ours(status) else f"it belongs to the user {status.st_uid}")
     if wrong:
         os.close(descriptor)
         raise ConfigError(f"{path}: expected a file that only this user can write to, but {wrong}; remove it")
     return descriptor
 
 
-def _is_ours(found: os.stat_result) -> bool:
-    return found.st_uid in (os.geteuid(), 0)
+def _is_ours(status: os.stat_result) -> bool:
+    return status.st_uid in (os.geteuid(), 0)
 
 
 def _why_not_private(descriptor: int, path: Path) -> str:
     """Why others may have put files into an open folder; empty if they cannot."""
-    found = os.fstat(descriptor)
-    if not _is_ours(found):
-        return f"it belongs to the user {found.st_uid}"
-    if not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or found.st_mode & stat.S_ISVTX:
+    status = os.fstat(descriptor)
+    if not _is_ours(status):
+        return f"it belongs to the user {status.st_uid}"
+    if not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_mode & stat.S_ISVTX:
         return ""
-    if found.st_uid != os.geteuid() or found.st_mode & stat.S_IWOTH:
-        return f"its mode is {stat.S_IMODE(found.st_mode):04o} (chmod go-w)"
-    return _remove_group_write(descriptor, stat.S_IMODE(found.st_mode), path)
+    if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
+        return f"its mode is {stat.S_IMODE(status.st_mode):04o} (chmod go-w)"
+    return _remove_group_write(descriptor, stat.S_IMODE(status.st_mode), path)
 
 
 def _remove_group_write(descriptor: int, mode: int, path: Path) -> str:
@@ -217,8 +217,8 @@ def _remove_group_write(descriptor: int, mode: int, path: Path) -> str:
 def _foreign_entry(descriptor: int) -> str:
     """Name of a link, of a file with a second name or of another user in an open folder; empty: none."""
     for name in os.listdir(descriptor):
-        found = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
-        is_second_name = found.st_nlink > 1 and not stat.S_ISDIR(found.st_mode)
-        if found.st_uid != os.geteuid() or stat.S_ISLNK(found.st_mode) or is_second_name:
+        status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+        is_second_name = status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode)
+        if status.st_uid != os.geteuid() or stat.S_ISLNK(status.st_mode) or is_second_name:
             return name
     return ""

@@ -23,13 +23,13 @@ class Connection(NamedTuple):
 
 def connections() -> set[Connection]:
     """Every TCP connection that this process has now; none if the system has no /proc."""
-    found = set()
+    ends = set()
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                    found.add(_describe(int(name)))
-    return found
+                    ends.add(_describe(int(name)))
+    return ends
 
 
 def _describe(descriptor: int) -> Connection:

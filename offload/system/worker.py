@@ -41,8 +41,8 @@ class Worker:
 
     def _serve(self) -> None:
         entered = False
-        while (given := self._jobs.get()) is not None:
-            job, future = given
+        while (entry := self._jobs.get()) is not None:
+            job, future = entry
             if not future.set_running_or_notify_cancel():
                 continue
             try:
