@@ -351,7 +351,7 @@ class FakeModule:
             module.now += 250.0
             event.at = module.now
 
-        event.state_view = record
+        event.record = record
         event.elapsed_time = lambda later: later.at - event.at
         return event
 
