@@ -1,7 +1,7 @@
 """`--autotuning`: the user's own script runs a few steps under several configurations, and the best is written.
 
-Each run is a job of its own with the flags that were given. Its configuration carries `autotuning.metric_path`: the
-engine that finds it measures some steps, writes there what they took, and ends the script.
+Each run is a job of its own with the flags of the command. Its configuration has `autotuning.metric_path`: the engine
+that finds it measures some steps, writes their results to that file, and ends the script.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def tune(options: argparse.Namespace) -> list[str]:
     """Find and write the best configuration. Returns the script's arguments with it. Raises ConfigError: none runs."""
     if options.no_ssh:
         raise ConfigError("--autotuning: expected one command for all ranks, got --no_ssh; leave one of them out")
-    given = find_config(options.script_args)
-    base = dict(read_json(given.value))
+    argument = find_config(options.script_args)
+    base = dict(read_json(argument.value))
     block = load_config({"autotuning": base.pop("autotuning", {})}).autotuning or Autotuning()
-    runs = TrialRunner(options, block, given)
+    runs = TrialRunner(options, block, argument)
     best = Path(block.results_dir) / BEST
 
-    def keep(trial: Trial, candidate: Candidate) -> None:
+    def write_best(trial: Trial, candidate: Candidate) -> None:
         best.parent.mkdir(parents=True, exist_ok=True)
         comment = f"zero run --autotuning: {trial}; weights/states {candidate.name}, micro-batch {trial.micro_batch}"
         content = {"_comment": comment, **runs.make_config(candidate, trial.micro_batch)}
@@ -68,13 +68,13 @@ def tune(options: argparse.Namespace) -> list[str]:
 
     least, most = _micro_batches(base, block, options.script_args)
     print(f"autotuning {options.script}: runs of {block.end_profile_step} steps, in {block.exps_dir}", flush=True)
-    found = search(_candidates(base), runs, keep, least=least, most=most)
-    if found is None:
+    result = search(_candidates(base), runs, write_best, least=least, most=most)
+    if result is None:
         raise ConfigError(
             f"--autotuning: {options.script} did not run with any configuration; see the output of the runs in "
             f"{block.exps_dir}"
         )
-    trial, _ = found
+    trial, _ = result
     words = runs.script_arguments(best, trial.micro_batch)
     print(f"{best}: {trial}; the script's arguments: {' '.join(words)}", flush=True)
     return words
@@ -85,32 +85,32 @@ def find_config(words: Sequence[str]) -> ScriptArgument:
 
     Raises ConfigError: there is none, or more than one candidate.
     """
-    named, others = [], []
+    by_flag, by_suffix = [], []
     for index, word in enumerate(words):
         flag, _, value = word.partition("=")
         is_flag = flag.startswith("--") and flag[2:].replace("-", "_") in FLAGS
         if is_flag and value:
-            named.append(ScriptArgument(index, f"{flag}=", value))
+            by_flag.append(ScriptArgument(index, f"{flag}=", value))
         elif is_flag and index + 1 < len(words) and Path(words[index + 1]).is_file():
-            named.append(ScriptArgument(index + 1, "", words[index + 1]))
+            by_flag.append(ScriptArgument(index + 1, "", words[index + 1]))
         elif word.endswith(".json") and Path(word).is_file():
-            others.append(ScriptArgument(index, "", word))
-    found = named or others
-    if len(found) != 1:
-        listed = ", ".join(each.value for each in found) or "none"
+            by_suffix.append(ScriptArgument(index, "", word))
+    candidates = by_flag or by_suffix
+    if len(candidates) != 1:
+        listed = ", ".join(candidate.value for candidate in candidates) or "none"
         raise ConfigError(
             f"--autotuning: expected one configuration in the arguments of the script, got {listed}; pass the "
             "configuration by --deepspeed_config FILE or --deepspeed FILE, so that each run can have its own"
         )
-    return found[0]
+    return candidates[0]
 
 
 def _micro_batches(base: Mapping[str, Any], block: Autotuning, words: Sequence[str]) -> tuple[int, int]:
     """The first micro-batch to try, and the largest."""
     argument = (block.arg_mappings or {}).get(MICRO_BATCH)
     own = base.get(MICRO_BATCH)
-    given = str(value_of(words, argument) if argument else own)
-    least = block.min_train_micro_batch_size_per_gpu or (int(given) if given.isdecimal() else 1)
+    first = str(value_of(words, argument) if argument else own)
+    least = block.min_train_micro_batch_size_per_gpu or (int(first) if first.isdecimal() else 1)
     most = block.max_train_micro_batch_size_per_gpu or max(BATCH_MAX, least)
     if block.num_tuning_micro_batch_sizes is not None:
         most = min(most, least << block.num_tuning_micro_batch_sizes - 1)
@@ -120,19 +120,19 @@ def _micro_batches(base: Mapping[str, Any], block: Autotuning, words: Sequence[s
             f"tried, got {most}"
         )
     is_scripts = own == "auto" and not argument
-    stays = is_scripts or block.metric == "latency"
+    is_fixed = is_scripts or block.metric == "latency"
     if is_scripts:
         print(
             f"{MICRO_BATCH} is set by the script, so it is not tuned unless autotuning.arg_mappings names the argument",
             flush=True,
         )
-    return least, least if stays else most
+    return least, least if is_fixed else most
 
 
 def _candidates(base: dict[str, Any]) -> Iterator[Candidate]:
     """The configuration unchanged, then all other placements; those on NVMe only if it names a folder."""
-    given = base.get("zero_optimization")
-    zero_block = given if isinstance(given, dict) else {}  # null, or true
+    existing = base.get("zero_optimization")
+    zero_block = existing if isinstance(existing, dict) else {}  # null, or true
     blocks = [zero_block.get(name) or {} for name in ("offload_param", "offload_optimizer")]
     own = tuple(block.get("device", "none") for block in blocks)
     folders = next((block["nvme_path"] for block in reversed(blocks) if block.get("nvme_path")), ())
@@ -148,25 +148,25 @@ def _candidates(base: dict[str, Any]) -> Iterator[Candidate]:
 class TrialRunner:
     """Runs the script, each time with its own configuration, in its own folder."""
 
-    def __init__(self, options: argparse.Namespace, block: Autotuning, given: ScriptArgument) -> None:
-        self._options, self._block, self._argument = options, block, given
-        self._rows_per_sample: float | None = None  # Rows that the script gives for each sample of a micro-batch.
+    def __init__(self, options: argparse.Namespace, block: Autotuning, argument: ScriptArgument) -> None:
+        self._options, self._block, self._argument = options, block, argument
+        self._rows_per_sample: float | None = None  # Rows that the script passes for each sample of a micro-batch.
 
     def __call__(self, candidate: Candidate, micro_batch: int) -> Trial:
         folder = Path(self._block.exps_dir).resolve() / f"{candidate.name}_mbs{micro_batch}"
         folder.mkdir(parents=True, exist_ok=True)
-        measured, config = folder / "metrics.json", folder / "ds_config.json"
+        metrics_path, config = folder / "metrics.json", folder / "ds_config.json"
         steps = {name: getattr(self._block, name) for name in ("start_profile_step", "end_profile_step")}
-        block = {"metric_path": str(measured), **steps}
+        block = {"metric_path": str(metrics_path), **steps}
         text = json.dumps({**self.make_config(candidate, micro_batch), "autotuning": block}, indent=2)
-        known = measured.is_file() and config.is_file() and config.read_text() == text
-        if self._block.overwrite or not known:
-            measured.unlink(missing_ok=True)
+        is_done = metrics_path.is_file() and config.is_file() and config.read_text() == text
+        if self._block.overwrite or not is_done:
+            metrics_path.unlink(missing_ok=True)
             config.write_text(text)
             failure = self.run_job(folder, self.script_arguments(config, micro_batch))
         else:
             failure = ""
-        trial = self._read(measured, micro_batch, failure)
+        trial = self._read(metrics_path, micro_batch, failure)
         print(f"  weights/states on {candidate.name}, micro-batch {trial.micro_batch}: {trial}", flush=True)
         return trial
 
@@ -184,8 +184,8 @@ class TrialRunner:
 
     def run_job(self, folder: Path, words: list[str]) -> str:
         """Run the script. Returns the reason of a failure, empty if it succeeded."""
-        of_job = {name: value for name, value in vars(self._options).items() if name not in COMMAND_OPTIONS}
-        options = json.dumps({**of_job, "autotuning": None, "script_args": words})
+        job_options = {name: value for name, value in vars(self._options).items() if name not in COMMAND_OPTIONS}
+        options = json.dumps({**job_options, "autotuning": None, "script_args": words})
         with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as errors:
             command = [sys.executable, "-m", "zero.tools.autotuning", options]
             job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=errors)
@@ -198,20 +198,20 @@ class TrialRunner:
         last = (folder / "stderr.log").read_text(errors="replace").rstrip("=\n ").splitlines()
         return f"{last[-1] if last else f'status {status}'} ({folder / 'stderr.log'})" if status else ""
 
-    def _read(self, measured: Path, micro_batch: int, failure: str) -> Trial:
-        if not measured.is_file():
+    def _read(self, metrics_path: Path, micro_batch: int, failure: str) -> Trial:
+        if not metrics_path.is_file():
             early = f"the script ended before step {self._block.end_profile_step}; lower autotuning.end_profile_step"
             return Trial(micro_batch, failure=failure or early)
-        found = json.loads(measured.read_text(encoding="utf-8"))
-        own = found.pop("micro_batch")
-        seen = found.pop("rows") / own
+        metrics = json.loads(metrics_path.read_text(encoding="utf-8"))
+        own = metrics.pop("micro_batch")
+        rows_per_sample = metrics.pop("rows") / own
         if self._rows_per_sample is None:
-            self._rows_per_sample = seen
+            self._rows_per_sample = rows_per_sample
         argument = (self._block.arg_mappings or {}).get(MICRO_BATCH)
-        if seen != self._rows_per_sample or (argument and own != micro_batch):
+        if rows_per_sample != self._rows_per_sample or (argument and own != micro_batch):
             fix = "let the script read it from the configuration, or name its argument in autotuning.arg_mappings"
             return Trial(own, failure=f"the script uses another micro-batch than the one that is tried; {fix}")
-        return Trial(own, **found)
+        return Trial(own, **metrics)
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
@@ -227,14 +227,14 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 
 def value_of(words: Sequence[str], argument: str) -> str | None:
     """The value of this argument; None if it is not given."""
-    given = _find_argument(words, argument)
-    return None if given is None else given.value
+    option = _find_argument(words, argument)
+    return None if option is None else option.value
 
 
 def with_argument(words: Sequence[str], argument: str, value: int) -> list[str]:
     """The arguments with this one set, in place of its former value."""
-    given = _find_argument(words, argument)
-    return [*words, f"--{argument.lstrip('-')}", str(value)] if given is None else given.replace_value(words, value)
+    option = _find_argument(words, argument)
+    return [*words, f"--{argument.lstrip('-')}", str(value)] if option is None else option.replace_value(words, value)
 
 
 def _find_argument(words: Sequence[str], argument: str) -> ScriptArgument | None:

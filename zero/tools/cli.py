@@ -34,7 +34,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         flags = [word.partition("=")[0] for word in self._words if word.startswith("--") and word != "--"]
-        unknown = [flag for flag in flags if not any(known.startswith(flag) for known in self._option_string_actions)]
+        unknown = [flag for flag in flags if not any(option.startswith(flag) for option in self._option_string_actions)]
         if unknown and "required" in message:
             message = f"unrecognized arguments: {' '.join(unknown)}; {message}"
         super().error(message)

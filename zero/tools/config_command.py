@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     show.add_argument("--all", action="store_true", help="also show values that were not given")
     show.set_defaults(action=_show)
-    for name, (text, made) in PRINT_ACTIONS.items():
-        actions.add_parser(name, help=text).set_defaults(action=_print, made=made)
+    for name, (text, make_text) in PRINT_ACTIONS.items():
+        actions.add_parser(name, help=text).set_defaults(action=_print, make_text=make_text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -74,10 +74,10 @@ def _show(options: argparse.Namespace) -> int:
     config = load_config(source, world_size=options.world_size)
     if options.json:
         elastic = config.elasticity is not None and config.elasticity.enabled
-        chosen = (TRAIN, MICRO, STEPS) if elastic else ()  # `elasticity` takes none of them beside it
+        left_out = (TRAIN, MICRO, STEPS) if elastic else ()  # `elasticity` takes none of them beside it
         print(
             json.dumps(
-                {key: value for key, value in config_with_origins(config).items() if key not in chosen}, indent=2
+                {key: value for key, value in config_with_origins(config).items() if key not in left_out}, indent=2
             )
         )
         return 0
@@ -90,10 +90,10 @@ def _show(options: argparse.Namespace) -> int:
 
 def _print_values(config: Config, *, every: bool) -> None:
     """Print a line for each value: path, value, origin. Without `every`, defaults are only counted."""
-    shown = config_with_origins(config)
-    origins: Mapping[str, str] = shown[ORIGINS_KEY]
+    content = config_with_origins(config)
+    origins: Mapping[str, str] = content[ORIGINS_KEY]
     rows = [
-        (path, json.dumps(value_at(shown, path)), origin)
+        (path, json.dumps(value_at(content, path)), origin)
         for path, origin in origins.items()
         if every or origin != "default"
     ]
@@ -128,7 +128,7 @@ PRINT_ACTIONS: Mapping[str, tuple[str, Callable[[], str]]] = {
 
 
 def _print(options: argparse.Namespace) -> int:
-    print(options.made().rstrip("\n"))
+    print(options.make_text().rstrip("\n"))
     return 0
 
 

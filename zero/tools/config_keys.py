@@ -43,11 +43,11 @@ def key_table(config: type[ConfigBlock]) -> str:
 
 def descriptions(block: type[ConfigBlock]) -> dict[str, str]:
     """Key -> the docstring below its declaration, as one line."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for kind in reversed(block.__mro__):
         if issubclass(kind, ConfigBlock) and kind.__module__ not in (ConfigBlock.__module__, features.__name__):
-            found |= dict(_attribute_docstrings(kind))
-    return found
+            texts |= dict(_attribute_docstrings(kind))
+    return texts
 
 
 def _attribute_docstrings(kind: type[ConfigBlock]) -> Iterator[tuple[str, str]]:
@@ -69,8 +69,8 @@ def _about(block: type[ConfigBlock]) -> str:
 def _row(key: Key) -> str:
     inner = block_of(key.field)
     name = key.path.rpartition(".")[2]
-    others = [other for other, meant in key.block.aliases.items() if meant == name]
-    spelt = " or ".join(f"`{spelling}`" for spelling in (name, *others))
+    aliases = [alias for alias, meant in key.block.aliases.items() if meant == name]
+    spelt = " or ".join(f"`{spelling}`" for spelling in (name, *aliases))
     if inner is not None:
         return f"| {spelt} | block | | [below](#{_anchor(key.path)}) |"
     default = short_json(plain(key.field.default))

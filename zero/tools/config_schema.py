@@ -22,7 +22,7 @@ def json_schema(config: type[ConfigBlock]) -> dict[str, Any]:
 
 def _block(block: type[ConfigBlock]) -> dict[str, Any]:
     declared = block.model_json_schema(mode="validation")["properties"]
-    told = descriptions(block)
+    texts = descriptions(block)
     properties: dict[str, Any] = {}
     for name, field in block.model_fields.items():
         inner = block_of(field)
@@ -37,15 +37,15 @@ def _block(block: type[ConfigBlock]) -> dict[str, Any]:
             entry["default"] = plain(field.default)
             if role_of(field) == "inert":
                 entry["description"] = f"Accepted, without effect: {reason_of(field, block)}."
-            elif told.get(name):
-                entry["description"] = told[name]
+            elif texts.get(name):
+                entry["description"] = texts[name]
             for mark in field.metadata:
                 if isinstance(mark, Only):
                     entry["anyOf"] = _forms_of(mark.allowed)
                     entry["description"] = f"Restricted: {mark.fix}."
             if means_auto(field):
                 entry["description"] = f'{entry.get("description", "")} "auto" has a meaning of its own.'.strip()
-        for spelling in (name, *(other for other, meant in block.aliases.items() if meant == name)):
+        for spelling in (name, *(alias for alias, meant in block.aliases.items() if meant == name)):
             properties[spelling] = entry
     return {
         "type": "object",

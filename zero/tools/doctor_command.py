@@ -155,13 +155,13 @@ def _name() -> Answer:
 
 
 def _optional() -> Answer:
-    found = []
+    installed = []
     for name in OPTIONAL:
         try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
+            installed.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return ", ".join(found) or "none of " + ", ".join(OPTIONAL)
+    return ", ".join(installed) or "none of " + ", ".join(OPTIONAL)
 
 
 def cpu() -> Questions:
@@ -178,8 +178,8 @@ def _cores() -> Answer:
 
 
 def _features() -> Answer:
-    known = (_cpuinfo("flags") or _cpuinfo("Features")).split()
-    return ", ".join(name for name in FEATURES if name in known) or "none of note"
+    flags = (_cpuinfo("flags") or _cpuinfo("Features")).split()
+    return ", ".join(name for name in FEATURES if name in flags) or "none of note"
 
 
 def _cpuinfo(key: str) -> str:
@@ -219,8 +219,8 @@ def memory() -> Questions:
 
 
 def _host_memory() -> Answer:
-    found = psutil.virtual_memory()
-    return f"{format_bytes(found.total)}, {format_bytes(found.available)} available"
+    state = psutil.virtual_memory()
+    return f"{format_bytes(state.total)}, {format_bytes(state.available)} available"
 
 
 def _huge_pages() -> Answer:
@@ -252,10 +252,10 @@ def file_io() -> Questions:
 
 
 def _backends() -> Answer:
-    found = health.io_backends()
-    listed = ", ".join(name if not trouble else f"{name} not" for name, trouble in found.items())
-    bad = [f"{name}: {trouble}" for name, trouble in found.items() if trouble]
-    return listed, (SLOWER if bad else OK), "; ".join(bad)
+    troubles = health.io_backends()
+    listed = ", ".join(name if not trouble else f"{name} not" for name, trouble in troubles.items())
+    reasons = [f"{name}: {trouble}" for name, trouble in troubles.items() if trouble]
+    return listed, (SLOWER if reasons else OK), "; ".join(reasons)
 
 
 def _io_choice() -> Answer:
@@ -312,10 +312,10 @@ def _direct(path: Path) -> Answer:
 
 
 def _speed(path: Path, probe: bool) -> Answer:
-    known = tuning.probe(path) if probe else tuning.read_cached(path)
-    if known is None:
+    result = tuning.probe(path) if probe else tuning.read_cached(path)
+    if result is None:
         return "not measured: use --probe, or zero tune, which saves the result"
-    return f"{known.speeds} ({'measured now' if probe else known.measured_at})"
+    return f"{result.speeds} ({'measured now' if probe else result.measured_at})"
 
 
 def gpus() -> Questions:
@@ -357,8 +357,8 @@ def several_ranks() -> Questions:
 
 
 def _launchers() -> Answer:
-    found = [name for name in LAUNCHERS if shutil.which(name)]
-    return f"{', '.join(['torchrun', *found])} (zero run --launcher)"
+    launchers = [name for name in LAUNCHERS if shutil.which(name)]
+    return f"{', '.join(['torchrun', *launchers])} (zero run --launcher)"
 
 
 def _collectives() -> Answer:

@@ -63,27 +63,29 @@ def optimizer_table() -> str:
 
 
 def _rows(kind: str) -> Iterator[str]:
-    for words, options, more in (("", {}, {}), *VARIANTS.get(kind, ())):
-        config = load_config({"optimizer": {"type": kind, "params": {"lr": 1e-3, **options}}, **more}, world_size=1)
+    for words, options, other_keys in (("", {}, {}), *VARIANTS.get(kind, ())):
+        config = load_config(
+            {"optimizer": {"type": kind, "params": {"lr": 1e-3, **options}}, **other_keys}, world_size=1
+        )
         state_dtype = config.zero_optimization.offload_optimizer.state_dtype
         trained = make_trained_parameters(None, None, nn.Linear(8, 8), config)
         if trained is None:
             raise ValueError(f"{kind}: a configuration with an optimizer does not train anything")
         for rule in trained.rules.each:
-            of_two = [f"{rule.name}'s part"] if len(trained.rules.each) > 1 else []
-            name = ", ".join([f"`{kind}`", *filter(None, (words, *of_two))])
+            part_name = [f"{rule.name}'s part"] if len(trained.rules.each) > 1 else []
+            name = ", ".join([f"`{kind}`", *filter(None, (words, *part_name))])
             remainder = None if config.bf16_masters else remainder_dtype(torch.bfloat16)
             yield _row(name, rule, StateFormat(remainder, STATE_DTYPES[state_dtype], rule.states))
 
 
-def _row(name: str, rule: Rule, record: StateFormat) -> str:
-    weight = torch.bfloat16.itemsize
-    stored = weight + record.nbytes(NUMEL) / NUMEL
-    named = [", ".join(f"`{state}`" for state in states) for states in (rule.states, rule.small)]
-    states = named[0] or ("" if rule.small else "none")
+def _row(name: str, rule: Rule, state_format: StateFormat) -> str:
+    weight_bytes = torch.bfloat16.itemsize
+    stored_bytes = weight_bytes + state_format.nbytes(NUMEL) / NUMEL
+    names = [", ".join(f"`{state}`" for state in states) for states in (rule.states, rule.small)]
+    states = names[0] or ("" if rule.small else "none")
     if rule.small:
-        states += f"{' and ' if rule.states else ''}small: {named[1]}"
-    by = (
+        states += f"{' and ' if rule.states else ''}small: {names[1]}"
+    updated_by = (
         "kernel"
         if isinstance(inner_rule(rule), (AdamRule, KernelRule))
         else "torch, whole parameters"
@@ -91,4 +93,5 @@ def _row(name: str, rule: Rule, record: StateFormat) -> str:
         else "torch, tiles"
     )
     looks_at = "whole parameters" if rule.needs_whole_parameters else "elements"
-    return f"| {name} | {looks_at} | {states} | {stored:.4g} | {2 * stored + weight:.4g} | {by} |"
+    moved_bytes = 2 * stored_bytes + weight_bytes
+    return f"| {name} | {looks_at} | {states} | {stored_bytes:.4g} | {moved_bytes:.4g} | {updated_by} |"

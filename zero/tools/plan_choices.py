@@ -34,7 +34,7 @@ class Choice:
     tier_bytes: Mapping[str, int]
     moved_bytes: int | None = None
     expected_seconds: float | None = None
-    is_assumed: bool = False  # Whether the seconds are at rates that nobody has measured.
+    is_assumed: bool = False  # Whether the seconds are at rates that were not measured.
     refusal: str = ""
 
     def cells(self) -> list[str]:
@@ -63,7 +63,7 @@ def find_choices(
         cost: a plan -> (bytes that a step transfers to and from NVMe, seconds of a step if known, whether these are at
             assumed rates).
     """
-    found = []
+    choices = []
     for name, change in CHANGES.items():
         changed = copy.deepcopy(dict(content))
         if not all([_set(changed, path, value) for path, value in change]):  # same as another row, or CONFIG
@@ -74,10 +74,10 @@ def find_choices(
             continue
         except BudgetError as error:
             first = SHORT.match(str(error))
-            found.append(Choice(name, {}, refusal=first.group().strip() if first else str(error)))
+            choices.append(Choice(name, {}, refusal=first.group().strip() if first else str(error)))
             continue
-        found.append(Choice(name, tier_sizes(plan), *cost(layout, plan)))
-    return found
+        choices.append(Choice(name, tier_sizes(plan), *cost(layout, plan)))
+    return choices
 
 
 def _set(content: dict[str, Any], path: str, value: Any) -> bool:

@@ -109,12 +109,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", type=_size, metavar="BYTES", help="free host memory, such as 64GB")
     parser.add_argument("--device", type=_size, metavar="BYTES", help="a GPU's free memory, such as 24GB")
     parser.add_argument("--nvme", type=_size, metavar="BYTES", help="free space of the drives, such as 2TB")
-    for name, what in (
+    for name, text in (
         ("read-rate", "bytes per second that the disk reads"),
         ("mixed-rate", "bytes per second that the disk reads and writes at the same time"),
         ("copy-rate", "bytes per second of copies to and from a GPU"),
     ):
-        parser.add_argument(f"--{name}", type=_size, metavar="BYTES", help=what)
+        parser.add_argument(f"--{name}", type=_size, metavar="BYTES", help=text)
     parser.add_argument(
         "--update-rate", type=float, metavar="ELEMENTS", help="elements per second that the CPU updates"
     )
@@ -125,23 +125,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     content = _content(options)
     config = _config(content, options)
-    planning = ModelPlans(options, build_on_meta(options.model, options.model_args))
-    least = planning.least({key: value for key, value in content.items() if key != "memory_budget"})
+    plans = ModelPlans(options, build_on_meta(options.model, options.model_args))
+    least = plans.least({key: value for key, value in content.items() if key != "memory_budget"})
     if not options.json:
-        print(f"{options.model}: {format_count(planning.numel)} parameters")
+        print(f"{options.model}: {format_count(plans.numel)} parameters")
         sizes = ", ".join(
             f"{tier} {format_bytes(nbytes)}" for tier, nbytes in least.items() if nbytes or tier != DEVICE
         )
-        shared = " (the device is a part of the host here)" if shares_host_memory(planning.device) else ""
+        shared = " (the device is a part of the host here)" if shares_host_memory(plans.device) else ""
         print(f"smallest machine, for each rank and without activations: {sizes}{shared}")
-    layout, plan = planning.make_plan(content)
-    traffic = planning.traffic(layout, plan)
+    layout, plan = plans.make_plan(content)
+    traffic = plans.traffic(layout, plan)
     rates = find_rates(config, plan, traffic, options)
     seconds = step_time(traffic, rates)
-    cost = partial(planning.cost_or_assumed, rates)
-    choices = find_choices(content, planning.make_plan, cost) if options.choices else []
+    cost = partial(plans.cost_or_assumed, rates)
+    choices = find_choices(content, plans.make_plan, cost) if options.choices else []
     if options.json:
-        facts = {"parameters": planning.numel, "smallest_bytes": least}
+        facts = {"parameters": plans.numel, "smallest_bytes": least}
         facts |= _as_dict(plan, layout, traffic, rates, seconds)
         print(json.dumps({**facts, "choices": [dataclasses.asdict(choice) for choice in choices]}, indent=1))
         return 0
@@ -193,8 +193,8 @@ class ModelPlans:
 
     def cost(self, rates: Rates, layout: Layout, plan: Plan) -> tuple[int, float | None]:
         """Bytes that a step transfers to and from NVMe, and its seconds."""
-        moved = self.traffic(layout, plan)
-        return moved.nvme_read_bytes + moved.nvme_write_bytes, step_time(moved, rates).expected_seconds
+        traffic = self.traffic(layout, plan)
+        return traffic.nvme_read_bytes + traffic.nvme_write_bytes, step_time(traffic, rates).expected_seconds
 
     def cost_or_assumed(self, rates: Rates, layout: Layout, plan: Plan) -> tuple[int, float | None, bool]:
         """As `cost`, and whether the seconds are at assumed rates, because some are not known."""
@@ -297,15 +297,15 @@ def _config_file(source: str) -> Path:
     if Path(source).is_dir():
         return Path(source) / "config.json"
     try:
-        found = importlib.import_module("huggingface_hub").try_to_load_from_cache(source, "config.json")
+        path = importlib.import_module("huggingface_hub").try_to_load_from_cache(source, "config.json")
     except (ImportError, ValueError):  # not installed; no id
-        found = None
-    if not isinstance(found, str):
+        path = None
+    if not isinstance(path, str):
         raise ConfigError(
             f"MODEL: expected a folder, a file that ends in .json, an id whose config.json is in the Hub's local "
             f"cache, or module:callable, got {source!r}; for an id, run: hf download {source} config.json"
         )
-    return Path(found)
+    return Path(path)
 
 
 def _from_json(path: Path) -> Any:
@@ -358,7 +358,7 @@ def _check_disk(plan: Plan, config: Config, options: argparse.Namespace) -> None
     folders = [Path(path) for path in swap_paths(config)]
     if free is None and folders and all(folder.is_dir() for folder in folders):
         devices = {folder.stat().st_dev: os.statvfs(folder) for folder in folders}
-        free = sum(found.f_bavail * found.f_frsize for found in devices.values())
+        free = sum(stats.f_bavail * stats.f_frsize for stats in devices.values())
         where = ", ".join(map(str, folders))
     if free is not None and need > free:
         raise BudgetError(
@@ -370,24 +370,24 @@ def _check_disk(plan: Plan, config: Config, options: argparse.Namespace) -> None
 
 def find_rates(config: Config, plan: Plan, traffic: StepTraffic, options: argparse.Namespace) -> Rates:
     """Rates from the options; else the disk's rates from `zero tune`, and the CPU's rate measured now."""
-    read, mixed, update = options.read_rate, options.mixed_rate, options.update_rate
+    read_rate, mixed_rate, update_rate = options.read_rate, options.mixed_rate, options.update_rate
     notes = []
-    if plan.swap_bytes and (read is None or mixed is None):
+    if plan.swap_bytes and (read_rate is None or mixed_rate is None):
         folders = [Path(path) for path in swap_paths(config)]
-        found = [tuning.read_cached(folder) if folder.is_dir() else None for folder in folders]
-        known = {result.device.key: result for result in found if result is not None}
-        if all(found) and known:
-            read = read or sum(result.read_bytes_per_second for result in known.values())
-            mixed = mixed or sum(result.mixed_bytes_per_second for result in known.values())
+        results = [tuning.read_cached(folder) if folder.is_dir() else None for folder in folders]
+        by_disk = {result.device.key: result for result in results if result is not None}
+        if all(results) and by_disk:
+            read_rate = read_rate or sum(result.read_bytes_per_second for result in by_disk.values())
+            mixed_rate = mixed_rate or sum(result.mixed_bytes_per_second for result in by_disk.values())
         else:
             paths = " ".join(map(str, folders))
             notes.append(f"the disk's speed is not known: run zero tune {paths}, or pass --read-rate and --mixed-rate")
-    if update is None and traffic.host_updated_numel:
-        update = measure_update_rate(plan.state_dtype)
+    if update_rate is None and traffic.host_updated_numel:
+        update_rate = measure_update_rate(plan.state_dtype)
         notes.append("the update rate was measured on this machine just now")
     if options.copy_rate is None and (traffic.copied_in_bytes or traffic.copied_out_bytes):
         notes.append("the speed of copies to the GPU is not known: pass --copy-rate")
-    return Rates(read, mixed, update, options.copy_rate, tuple(notes))
+    return Rates(read_rate, mixed_rate, update_rate, options.copy_rate, tuple(notes))
 
 
 def measure_update_rate(state_dtype: torch.dtype) -> float:
@@ -402,13 +402,13 @@ def measure_update_rate(state_dtype: torch.dtype) -> float:
 
 def step_time(traffic: StepTraffic, rates: Rates) -> StepTime:
     """Seconds of a step at these rates: the slower of disk and CPU for updates, then the fetches. A pure function."""
-    copied = max(traffic.copied_in_bytes, traffic.copied_out_bytes)  # both directions at once
-    passing = traffic.update_read_bytes + traffic.update_write_bytes
-    passing += traffic.gradient_read_bytes + traffic.gradient_write_bytes
-    disk = _seconds(passing, rates.mixed_bytes_per_second)
+    copied_bytes = max(traffic.copied_in_bytes, traffic.copied_out_bytes)  # both directions at once
+    update_bytes = traffic.update_read_bytes + traffic.update_write_bytes
+    update_bytes += traffic.gradient_read_bytes + traffic.gradient_write_bytes
+    disk = _seconds(update_bytes, rates.mixed_bytes_per_second)
     update = _seconds(traffic.host_updated_numel, rates.update_numel_per_second)
     fetch = _seconds(traffic.fetch_read_bytes, rates.read_bytes_per_second)
-    copies = _seconds(copied, rates.copy_bytes_per_second)
+    copies = _seconds(copied_bytes, rates.copy_bytes_per_second)
     expected = None
     if disk is not None and update is not None and fetch is not None and copies is not None:
         expected = max(max(disk, update) + fetch, copies)
@@ -420,16 +420,16 @@ def _seconds(amount: float, rate: float | None) -> float | None:
 
 
 def _time_lines(traffic: StepTraffic, rates: Rates, seconds: StepTime) -> list[str]:
-    def shown(value: float | None) -> str:
+    def show(value: float | None) -> str:
         return "not known" if value is None else f"{value:.3f} s"
 
     read, written = format_bytes(traffic.nvme_read_bytes), format_bytes(traffic.nvme_write_bytes)
     lines = [
         f"a step: {read} read from NVMe, {written} written, {traffic.host_updated_numel:,} elements updated by the CPU",
-        f"  updates: disk {shown(seconds.update_disk_seconds)}, CPU {shown(seconds.update_seconds)} (at the same time)",
-        f"  fetches from NVMe: {shown(seconds.fetch_seconds)}; copies: {shown(seconds.copy_seconds)} (at the same "
+        f"  updates: disk {show(seconds.update_disk_seconds)}, CPU {show(seconds.update_seconds)} (at the same time)",
+        f"  fetches from NVMe: {show(seconds.fetch_seconds)}; copies: {show(seconds.copy_seconds)} (at the same "
         "time as the rest)",
-        f"  all data movement: {shown(seconds.expected_seconds)}, at the same time as the model's own computation, "
+        f"  all data movement: {show(seconds.expected_seconds)}, at the same time as the model's own computation, "
         "which is not timed here and may take longer",
     ]
     return lines + [f"  note: {note}" for note in rates.notes]

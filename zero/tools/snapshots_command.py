@@ -27,25 +27,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if options.action == "rm":
-        freed = remove_snapshot(options.path, options.name)
-        print(f"{options.name}: removed, {format_bytes(freed)} freed")
+        freed_bytes = remove_snapshot(options.path, options.name)
+        print(f"{options.name}: removed, {format_bytes(freed_bytes)} freed")
         return 0
-    found = list_snapshots(options.path)
+    snapshots = list_snapshots(options.path)
     if options.json:
-        print(json.dumps([asdict(listed) for listed in found], indent=1))
+        print(json.dumps([asdict(snapshot) for snapshot in snapshots], indent=1))
         return 0
-    print("\n".join(map(describe, found)) or f"no snapshots below {options.path}")
+    print("\n".join(map(describe, snapshots)) or f"no snapshots below {options.path}")
     return 0
 
 
-def describe(listed: SnapshotInfo) -> str:
-    head = listed.head
+def describe(snapshot: SnapshotInfo) -> str:
+    head = snapshot.head
     if head is None:
-        what = "no snapshot was committed"
+        state = "no snapshot was committed"
     else:
-        when = datetime.fromtimestamp(listed.committed_at or 0.0).isoformat(" ", "seconds")
-        here = "" if head["ranks"] == len(listed.ranks) else f", {len(listed.ranks)} of them on this machine"
-        what = f"step {head['step']:,}, committed {when}, {head['ranks']} ranks{here}"
-    use = ", in use" if listed.in_use else ""
-    trouble = f" ({listed.trouble})" if listed.trouble else ""
-    return f"{listed.name}: {what}, {format_bytes(listed.allocated_bytes)}{use}{trouble}"
+        committed = datetime.fromtimestamp(snapshot.committed_at or 0.0).isoformat(" ", "seconds")
+        on_this_machine = (
+            "" if head["ranks"] == len(snapshot.ranks) else f", {len(snapshot.ranks)} of them on this machine"
+        )
+        state = f"step {head['step']:,}, committed {committed}, {head['ranks']} ranks{on_this_machine}"
+    use = ", in use" if snapshot.in_use else ""
+    trouble = f" ({snapshot.trouble})" if snapshot.trouble else ""
+    return f"{snapshot.name}: {state}, {format_bytes(snapshot.allocated_bytes)}{use}{trouble}"

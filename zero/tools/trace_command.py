@@ -89,9 +89,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Raise before the first step the errors that would otherwise appear after the last one."""
-    given = [name for name in ("config", "nvme_path", "draw", "script") if getattr(options, name) is not None]
-    if len(given) != 1:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given) or "none"
+    sources = [name for name in ("config", "nvme_path", "draw", "script") if getattr(options, name) is not None]
+    if len(sources) != 1:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in sources) or "none"
         raise ConfigError(f"zero trace: expected one of --config, --nvme-path, --script and --draw, got {names}")
     if options.script == []:
         raise ConfigError("zero trace: expected the script's path after --script, got nothing; put --script last")

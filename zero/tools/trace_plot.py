@@ -101,11 +101,11 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
         lanes, speed = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
         title = summary(document)
         figure.suptitle(title, fontsize=FONT_POINTS)
-        shown = list(bars(document))
-        _draw_lanes(lanes, shown, document["otherData"]["seconds"] * 1e3)
+        spans = list(bars(document))
+        _draw_lanes(lanes, spans, document["otherData"]["seconds"] * 1e3)
         _draw_throughput(speed, document)
         facts = document["otherData"]
-        _draw_steps(lanes, speed, shown, facts["steps_before"], facts["steps"])
+        _draw_steps(lanes, speed, spans, facts["steps_before"], facts["steps"])
         figure.savefig(path, format="png", dpi=DOTS_PER_INCH)
 
 
@@ -125,27 +125,27 @@ def bars(document: Mapping[str, Any]) -> Iterator[Bar]:
         yield Bar(lane, row, event["name"], begin, width)
 
 
-def _draw_lanes(axes: Axes, shown: list[Bar], end_ms: float) -> None:
-    used = [lane for lane in TRACKS if any(bar.lane == lane for bar in shown)]
+def _draw_lanes(axes: Axes, spans: list[Bar], end_ms: float) -> None:
+    used = [lane for lane in TRACKS if any(bar.lane == lane for bar in spans)]
     for number, lane in enumerate(used):
-        mine = [bar for bar in shown if bar.lane == lane and (lane != COMPUTE or bar.row < LEVELS_MAX)]
-        rows = max(bar.row for bar in mine) + 1
+        lane_spans = [bar for bar in spans if bar.lane == lane and (lane != COMPUTE or bar.row < LEVELS_MAX)]
+        rows = max(bar.row for bar in lane_spans) + 1
         for row in range(rows):
-            line = [bar for bar in mine if bar.row == row]
+            line = [bar for bar in lane_spans if bar.row == row]
             _draw_row(axes, line, -number - 0.05 - 0.9 * row / rows, 0.85 / rows, end_ms)
         axes.axhline(-number - 1, color="0.85", lw=0.5)
-    stalls = [(bar.begin_ms, bar.width_ms) for bar in shown if bar.lane == STALLS]
+    stalls = [(bar.begin_ms, bar.width_ms) for bar in spans if bar.lane == STALLS]
     axes.broken_barh(stalls, (-len(used), len(used)), facecolors=COLOURS[STALLS], alpha=0.15, zorder=0)
     axes.set_yticks([-number - 0.5 for number in range(len(used))], used)
     axes.set(ylim=(-max(len(used), 1), 0), xlim=(0, max(end_ms, 1e-3)))
 
 
-def _draw_steps(lanes: Axes, speed: Axes, shown: list[Bar], steps_before: int, count: int) -> None:
+def _draw_steps(lanes: Axes, speed: Axes, spans: list[Bar], steps_before: int, count: int) -> None:
     """Draw a line through both panels at the end of each of `count` steps, and the step's number above."""
     begin_ms = 0.0
-    calls = sorted((bar for bar in shown if bar.lane == COMPUTE and bar.name == STEP), key=lambda bar: bar.begin_ms)
-    each = max(len(calls) // max(count, 1), 1)  # `step()` is called once for each micro-batch
-    for number, step in enumerate(calls[each - 1 :: each], start=steps_before + 1):
+    calls = sorted((bar for bar in spans if bar.lane == COMPUTE and bar.name == STEP), key=lambda bar: bar.begin_ms)
+    calls_per_step = max(len(calls) // max(count, 1), 1)  # `step()` is called once for each micro-batch
+    for number, step in enumerate(calls[calls_per_step - 1 :: calls_per_step], start=steps_before + 1):
         end_ms = step.begin_ms + step.width_ms
         for axes in (lanes, speed):
             axes.axvline(end_ms, color="0", lw=0.9, ls="--")

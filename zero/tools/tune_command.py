@@ -36,21 +36,23 @@ def run(options: argparse.Namespace) -> int:
     rows = []
     for folder in folders:
         key = identify(folder).key
-        known = results.get(key) or (None if options.force else tuning.read_cached(folder))
-        source, trouble = ("cache", "") if known else ("measured", "")
-        if known is None:
+        tuned = results.get(key) or (None if options.force else tuning.read_cached(folder))
+        source, trouble = ("cache", "") if tuned else ("measured", "")
+        if tuned is None:
             if not options.json:
                 print(f"{folder}: measuring for up to half a minute ...", flush=True)
-            known = tuning.probe(folder)
-            trouble = tuning.write_cached(known)
-        results[key] = known
-        rows.append((folder, known, source, trouble))
-    found = [result for _, result, _, _ in rows]
-    chosen = tuning.combine(found)
-    weights = stripe_weights(folders, [result.mixed_bytes_per_second for result in found])
+            tuned = tuning.probe(folder)
+            trouble = tuning.write_cached(tuned)
+        results[key] = tuned
+        rows.append((folder, tuned, source, trouble))
+    tunings = [result for _, result, _, _ in rows]
+    chosen = tuning.combine(tunings)
+    weights = stripe_weights(folders, [result.mixed_bytes_per_second for result in tunings])
     stripes = StripeMap(weights).counts
     if options.write is not None:
-        tune_step.write(options, list({r.device.key: r for r in found}.values()), lambda line: print(line, flush=True))
+        tune_step.write(
+            options, list({r.device.key: r for r in tunings}.values()), lambda line: print(line, flush=True)
+        )
         return 0
     if options.json:
         entries = [

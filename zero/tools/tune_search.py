@@ -59,7 +59,9 @@ OnBest = Callable[[Trial, Candidate], None]
 def search(
     candidates: Iterable[Candidate], run: RunTrial, on_best: OnBest, *, least: int = 1, most: int = BATCH_MAX
 ) -> tuple[Trial, Candidate] | None:
-    """The best of the first `PLACEMENTS_RUN` candidates that run, with the largest micro-batch that pays; None: none runs.
+    """The best of the first `PLACEMENTS_RUN` candidates that run, with the largest micro-batch that pays.
+
+    Returns None if none runs.
 
     Args:
         candidates: the one expected to be fastest first.
@@ -94,7 +96,7 @@ def search(
 
 
 def _divides(content: Mapping[str, Any], micro_batch: int) -> bool:
-    """False if the samples of a step are given and are not a number of whole micro-batches."""
+    """False if the samples of a step are given and are not a multiple of the micro-batch."""
     samples = content.get("train_batch_size")
     return not isinstance(samples, int) or samples % micro_batch == 0
 
@@ -102,13 +104,13 @@ def _divides(content: Mapping[str, Any], micro_batch: int) -> bool:
 def with_tiers(base: dict[str, Any], weights: str, states: str, folders: Sequence[str]) -> dict[str, Any]:
     """The configuration with weights and states on these tiers; `folders`: for those on NVMe."""
     content = copy.deepcopy(base)
-    given = content.get("zero_optimization")
-    block = content["zero_optimization"] = given if isinstance(given, dict) else {}  # null, or true
+    existing = content.get("zero_optimization")
+    block = content["zero_optimization"] = existing if isinstance(existing, dict) else {}  # null, or true
     block["stage"] = 3
     for name, tier in (("offload_param", weights), ("offload_optimizer", states)):
         place = {"nvme_path": list(folders)} if tier == "nvme" else {}
-        others = {key: value for key, value in (block.get(name) or {}).items() if key != "nvme_path"}
-        block[name] = {**others, "device": tier, **place}
+        other_keys = {key: value for key, value in (block.get(name) or {}).items() if key != "nvme_path"}
+        block[name] = {**other_keys, "device": tier, **place}
     if "nvme" in (weights, states):
         content["memory_budget"] = {"host": "auto", **(content.get("memory_budget") or {})}
     return content
@@ -116,6 +118,8 @@ def with_tiers(base: dict[str, Any], weights: str, states: str, folders: Sequenc
 
 def with_batch(content: dict[str, Any], micro_batch: int) -> dict[str, Any]:
     """The configuration with this micro-batch; it keeps the samples of a step if given, else its micro-batches."""
-    settled = isinstance(content.get("train_batch_size"), int)
-    kept = {key: value for key, value in content.items() if not (settled and key == "gradient_accumulation_steps")}
-    return {**kept, MICRO_BATCH: micro_batch}
+    has_samples = isinstance(content.get("train_batch_size"), int)
+    other_keys = {
+        key: value for key, value in content.items() if not (has_samples and key == "gradient_accumulation_steps")
+    }
+    return {**other_keys, MICRO_BATCH: micro_batch}

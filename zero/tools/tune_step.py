@@ -1,6 +1,6 @@
 """Choose tiers, budget and micro-batch for a model on this machine by plans and by short runs; the whole JSON results.
 
-Plans decide what fits and foretell the order of the tiers. The best two of them run a few steps each. Then the
+Plans decide what fits and predict the order of the tiers. The best two of them run a few steps each. Then the
 micro-batch doubles for as long as samples a second grow and memory suffices.
 
 Run as a module it is one such run: `python -m zero.tools.tune_step` reads a JSON object from the standard input
@@ -81,11 +81,13 @@ def check_arguments(options: argparse.Namespace) -> None:
 def write(options: argparse.Namespace, tuned: list[tuning.Tuning], say: Callable[[str], None]) -> Trial:
     """Find the best configuration and write it. Raises ConfigError: nothing fits or runs."""
     base = dict(DEFAULTS) if options.base is None else dict(read_json(options.base))
-    placed = _fitting_candidates(base, options, tuned)
+    candidates = _fitting_candidates(base, options, tuned)
     say(f"running {WARM_STEPS + options.steps} steps with each placement; the best so far is in {options.write}")
-    best = search(placed, _TrialRunner(options, say), lambda trial, candidate: _write_best(options, trial, candidate))
+    best = search(
+        candidates, _TrialRunner(options, say), lambda trial, candidate: _write_best(options, trial, candidate)
+    )
     if best is None:
-        names = ", ".join(candidate.name for candidate in placed)
+        names = ", ".join(candidate.name for candidate in candidates)
         raise ConfigError(
             f"zero tune: {options.model} did not run with weights/states on any of {names}; see the output above"
         )
@@ -100,37 +102,37 @@ def _describe_trial(options: argparse.Namespace, trial: Trial) -> str:
 
 def _write_best(options: argparse.Namespace, trial: Trial, candidate: Candidate) -> None:
     comment = f"zero tune: {_describe_trial(options, trial)} on this machine, {format_bytes(trial.peak_bytes)} at most"
-    found = {"_comment": comment, **with_batch(candidate.content, trial.micro_batch)}
-    options.write.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    content = {"_comment": comment, **with_batch(candidate.content, trial.micro_batch)}
+    options.write.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _fitting_candidates(
     base: dict[str, Any], options: argparse.Namespace, tuned: list[tuning.Tuning]
 ) -> list[Candidate]:
     """Each placement that fits this machine, the one expected to be fastest first."""
-    planning = ModelPlans(_plan_options(options), build_on_meta(options.model))
-    planning.config(base)  # an error in it is raised here; below it would look like a model that does not fit
+    plans = ModelPlans(_plan_options(options), build_on_meta(options.model))
+    plans.config(base)  # an error in it is raised here; below it would look like a model that does not fit
     rates = Rates(
-        read_bytes_per_second=sum(each.read_bytes_per_second for each in tuned),
-        mixed_bytes_per_second=sum(each.mixed_bytes_per_second for each in tuned),
+        read_bytes_per_second=sum(result.read_bytes_per_second for result in tuned),
+        mixed_bytes_per_second=sum(result.mixed_bytes_per_second for result in tuned),
         update_numel_per_second=measure_update_rate(torch.float32),
         copy_bytes_per_second=None,
     )
-    found = []
+    rows = []
     for order, (weights, states) in enumerate(PLACEMENTS if options.on is None else ((options.on, options.on),)):
         content = with_tiers(base, weights, states, [os.path.abspath(path) for path in options.paths])
         try:
-            layout, plan = planning.make_plan(content)
+            layout, plan = plans.make_plan(content)
         except (BudgetError, ConfigError):
             continue
-        moved, seconds = planning.cost(rates, layout, plan)
-        found.append((seconds if seconds is not None else 0.0, moved, order, f"{weights}/{states}", content))
-    if not found:
+        moved_bytes, seconds = plans.cost(rates, layout, plan)
+        rows.append((seconds if seconds is not None else 0.0, moved_bytes, order, f"{weights}/{states}", content))
+    if not rows:
         raise ConfigError(
             f"zero tune: {options.model} does not fit on this machine with any placement; run `zero plan` to see "
             "what it needs"
         )
-    return [Candidate(name, content) for *_, name, content in sorted(found, key=lambda row: row[:3])]
+    return [Candidate(name, content) for *_, name, content in sorted(rows, key=lambda row: row[:3])]
 
 
 def _plan_options(options: argparse.Namespace) -> argparse.Namespace:
@@ -157,23 +159,23 @@ class _TrialRunner:
         }
         command = [sys.executable, "-m", "zero.tools.tune_step"]
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 command, input=json.dumps(task), capture_output=True, text=True, timeout=TRIAL_SECONDS_MAX, check=False
             )
         except subprocess.TimeoutExpired:
             trial = Trial(micro_batch, failure=f"took more than {TRIAL_SECONDS_MAX} s")
         else:
-            trial = _read(done, micro_batch)
+            trial = _read(process, micro_batch)
         self._say(f"  weights/states on {candidate.name}, micro-batch {micro_batch}: {trial}")
         return trial
 
 
-def _read(done: subprocess.CompletedProcess[str], micro_batch: int) -> Trial:
-    if done.returncode == 0:
-        return Trial(micro_batch, **json.loads(done.stdout.splitlines()[-1]))
-    if done.returncode < 0:
-        return Trial(micro_batch, failure=f"killed by signal {-done.returncode}")
-    return Trial(micro_batch, failure=(done.stderr.strip().splitlines() or ["failed"])[-1])
+def _read(process: subprocess.CompletedProcess[str], micro_batch: int) -> Trial:
+    if process.returncode == 0:
+        return Trial(micro_batch, **json.loads(process.stdout.splitlines()[-1]))
+    if process.returncode < 0:
+        return Trial(micro_batch, failure=f"killed by signal {-process.returncode}")
+    return Trial(micro_batch, failure=(process.stderr.strip().splitlines() or ["failed"])[-1])
 
 
 def measure(task: dict[str, Any]) -> dict[str, float]:
@@ -192,11 +194,11 @@ def measure(task: dict[str, Any]) -> dict[str, float]:
         for step in range(WARM_STEPS + task["steps"]):
             generator = torch.Generator().manual_seed(step)
             ids = torch.randint(0, vocabulary, (batch, task["sequence"]), generator=generator).to(engine.device)
-            began = time.perf_counter()
+            begin_seconds = time.perf_counter()
             engine.backward(engine(input_ids=ids, labels=ids).loss)
             engine.step()
             engine.synchronize()
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - begin_seconds)
         on_device = is_accelerator(engine.device)
         peak = module_of(engine.device).max_memory_allocated() if on_device else peak_rss_bytes()
     finally:
