@@ -15,24 +15,25 @@ from zero.plan.plan import DEVICE, NVME, Plan
 
 
 def open_activations(
-    plan: Plan, device: torch.device, moving: tuple[Disk | None, IoLoop, Streams], *, pinned: bool
+    plan: Plan, device: torch.device, disk: Disk | None, io_loop: IoLoop, streams: Streams, *, pinned: bool
 ) -> ActivationStore | None:
     """The store of one engine; None if the plan gives saved activations no tier.
 
     Args:
         device: the compute device.
-        moving: the engine's disk (None: there is none), mover and streams.
+        disk: the engine's disk; None: there is none.
+        io_loop: the engine's I/O loop.
+        streams: the engine's streams.
         pinned: page-lock host memory.
     """
-    wish = plan.activations
-    if wish.tier is None:
+    activations = plan.activations
+    if activations.tier is None:
         return None
-    disk, mover, streams = moving
-    memory_bytes, swap = wish.nbytes, None
-    if wish.tier == NVME and disk is not None:
-        begin, memory_bytes = plan.swap_bytes - wish.swap_bytes, wish.in_flight_bytes
-        swap = SwapPool(disk, begin, wish.swap_bytes, can_grow=wish.nbytes is None)
-    return open_store(wish.tier, device, streams, memory_bytes, pinned=pinned, swap=swap, mover=mover)
+    memory_bytes, swap = activations.nbytes, None
+    if activations.tier == NVME and disk is not None:
+        begin, memory_bytes = plan.swap_bytes - activations.swap_bytes, activations.in_flight_bytes
+        swap = SwapPool(disk, begin, activations.swap_bytes, can_grow=activations.nbytes is None)
+    return open_store(activations.tier, device, streams, memory_bytes, pinned=pinned, swap=swap, io_loop=io_loop)
 
 
 def open_store(
@@ -43,11 +44,13 @@ def open_store(
     *,
     pinned: bool = True,
     swap: SwapPool | None = None,
-    mover: IoLoop | None = None,
+    io_loop: IoLoop | None = None,
 ) -> ActivationStore:
     """A store over `nbytes` of memory; None: it grows. With `swap` tensors pass through the memory to the disk."""
-    near = tier == DEVICE
-    where = device if near else torch.device("cpu")
-    memory = GrowingPool("saved activations", ACTIVATION_BYTES_KEY, where, nbytes, pinned=pinned and not near)
-    pieces = SpillStore(memory, streams, is_device_memory=near, swap=swap, io_loop=mover)
+    on_device = tier == DEVICE
+    memory_device = device if on_device else torch.device("cpu")
+    memory = GrowingPool(
+        "saved activations", ACTIVATION_BYTES_KEY, memory_device, nbytes, pinned=pinned and not on_device
+    )
+    pieces = SpillStore(memory, streams, is_device_memory=on_device, swap=swap, io_loop=io_loop)
     return ActivationStore(pieces, device, streams)

@@ -1,7 +1,7 @@
 """Puts tensors that autograd saves in a forward into the engine's store, except parameters and buffers.
 
 [Note: whose hooks] Autograd calls only the innermost saved-tensor hooks. Inside a non-reentrant checkpoint these are
-the checkpoint's own hooks, which keep nothing; our hooks get its inputs, which it saves before. Inside a reentrant
+the checkpoint's own hooks, which store nothing; our hooks get its inputs, which it saves before. Inside a reentrant
 checkpoint nothing is saved. So one pair of hooks around a checkpoint stores its inputs. The same pair around a whole
 forward stores these inputs and all tensors that are saved outside of checkpoints.
 """
@@ -31,7 +31,7 @@ class Activations:
         settings: the settings that the plan was made with.
 
     Attributes:
-        store: keeps the tensors; None: they stay where they are.
+        store: of the tensors; None: they stay where they are.
     """
 
     def __init__(self, settings: ActivationCheckpointing, store: ActivationStore | None = None) -> None:

@@ -1,1 +1,1 @@
-"""The memory and files that the plan allocates, and the ways of values in and out."""
+"""The memory and files that the plan allocates; how values are stored and read."""

@@ -1,12 +1,12 @@
-"""Moves a model's values into the planes, streaming: sub-group by sub-group.
+"""Moves a model's values into the tiered arrays, streaming: sub-group by sub-group.
 
-A parameter's own memory is released as soon as its last element has been stored. So a model that was built in
-memory shrinks while its shards grow; a model built under `Init` never was in memory. Values from other planes
+A parameter's own memory is freed as soon as its last element has been stored. So a model that was built in memory
+shrinks while its shards grow; a model built under `Init` never was in memory. Values that another engine has stored
 come with their exact masters and states.
 
-[Note: zeros] New planes hold zeros, in memory and in a swap space: there the file system reads reserved ranges that
-were never written as zeros. So only the front of a record that is not zero is written: nothing, if states are fresh and
-weights are their own masters; the remainders of the masters; or, with states, the whole record.
+[Note: zeros] New tiered arrays hold zeros, in memory and in a swap space: there the file system reads reserved ranges
+that were never written as zeros. So only the front of a sub-group's optimizer state that is not zero is written:
+nothing, if states are fresh and weights are their own masters; the remainders of the masters; or, with states, all.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Piece(NamedTuple):
     weight: torch.Tensor
     """Of any floating dtype; fp32 values of a 16-bit parameter keep their bits in its master."""
     remainder: torch.Tensor | None = None
-    """The rest of a 16-bit weight's fp32 master (`offload.kernels.masters`); None: derived from `weight`."""
+    """What a 16-bit weight lacks of its fp32 master (`offload.kernels.masters`); None: derived from `weight`."""
     states: tuple[torch.Tensor, ...] | None = None
-    """The optimizer's planes, in the plan's order, fp32; None: zero."""
+    """The optimizer's states, in the plan's order, fp32; None: zero."""
 
     def copy_into(self, out: torch.Tensor, begin: int = 0, state: int | None = None) -> None:
         """Write the piece to its place in `out`, values on the host from element `begin` of the parameter on.
@@ -78,16 +78,16 @@ ReadSource = Callable[[nn.Parameter, int, int, bool], Iterable[Piece]]
 
 
 class Adoption:
-    """Moves one model's values into the planes.
+    """Moves one model's values into the tiered arrays.
 
     Args:
         parameters: the model's, by their index in the layout.
         read: the source of the values.
-        on_slot_stored: called with (unit, slot) when all of a slot is stored, to release its source; None: keep the sources.
-        fresh: the planes have not been written yet.
-        only: indices of the parameters whose values replace those in the planes; all others stay, with their states.
-        shard_offsets: offsets of slices from this rank's slice (0, always there). Values for all these slices are read, in
-            that order, and other ranks' are dropped. So ranks that read together read the same.
+        on_slot_stored: called with (unit, slot) when all of a slot is stored, to free its source; None: sources stay.
+        fresh: the tiered arrays have not been written yet.
+        only: indices of the parameters whose values replace stored ones; all others stay, with their states.
+        shard_offsets: offsets of shards from this rank's shard (0, always there). Values for all these shards are read,
+            in that order, and other ranks' are dropped. So ranks that read together read the same.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class Adoption:
         self._layout, self._parameters, self._storage = layout, parameters, storage
         self._read, self._on_slot_stored, self._only = read, on_slot_stored, only
         self._shard_offsets, self._fresh = shard_offsets, fresh
-        # On a full drive the release of one sub-group's source may have to make room for the next sub-group.
+        # On a full drive the source of one sub-group may have to be freed before there is room for the next.
         self._stores_max = STORES_IN_FLIGHT if storage.disk is None or storage.disk.swap.is_reserved else 0
         self.nonfinite: set[int] = set()
-        """Indices of the parameters that came without states and hold inf or NaN, of those that this rank stores."""
+        """Indices of the parameters that came without states and have inf or NaN, of those that this rank stores."""
         self._stored_numel = 0
         """Elements stored since freed memory was last returned."""
         self._stores: deque[asyncio.Task[None]] = deque()
@@ -117,13 +117,13 @@ class Adoption:
 
     def run(self) -> None:
         """Store every unit."""
-        mover = self._storage.io_loop
+        io_loop = self._storage.io_loop
         try:
             self._adopt_all()
         except BaseException:
-            mover.run("storing initial values", self._drop_stores())
+            io_loop.run("storing initial values", self._drop_stores())
             raise
-        mover.run("storing initial values", self._wait_for_stores())
+        io_loop.run("storing initial values", self._wait_for_stores())
 
     async def _drop_stores(self) -> None:
         """Wait for the running stores and ignore their errors."""
@@ -132,12 +132,12 @@ class Adoption:
 
     def _adopt_all(self) -> None:
         streams = self._storage.streams
-        made = streams.record_event()
+        event = streams.record_event()
 
-        async def follow() -> None:
-            streams.wait_events(made)  # the device may still be computing the values of a model that was made there
+        async def wait_for_values() -> None:
+            streams.wait_events(event)  # the device may still be computing the values of a model that was made there
 
-        self._storage.io_loop.run("waiting for initial values", follow())
+        self._storage.io_loop.run("waiting for initial values", wait_for_values())
         with ProgressBar(
             total=sum(space.numel for space in self._layout.spaces),
             desc="values moved to their places",
@@ -158,7 +158,7 @@ class Adoption:
             self._finish_groups(self._stores_max)
             self._stored_numel += group.end - group.begin
             if self._stored_numel >= RETURN_NUMEL and self._on_slot_stored is not None:
-                # The C library would keep the parameters' freed memory, while the planes grow.
+                # The C library would keep the parameters' freed memory, while the tiered arrays grow.
                 self._stored_numel = 0
                 trim_heap()
         self._storage.io_loop.run("storing initial values", self._wait_for_stores())
@@ -175,19 +175,19 @@ class Adoption:
         return only is None or any(slot.index in only for unit in units for slot in unit.slots)
 
     async def _fill_parts(self, parts: list[StagedRange]) -> None:
-        """Fill the parts with zeros, or with the planes' values if only some parameters are replaced."""
+        """Fill the parts with zeros, or with stored values if only some parameters are replaced."""
         if self._only is not None:
             await await_all([part.read() for part in parts])
             return
         for part in parts:
-            if not part.in_place:  # a plane in memory is zero already, and pages of states never written cost nothing
+            if not part.in_place:  # memory is zero already, and pages of states never written cost nothing
                 zero_single_threaded(part.bytes)
 
     async def _adopt_group(self, group: SubGroup) -> None:
         staged = StagedSubGroup(self._storage, self._layout, group)
         await staged.lease("sub-group")
         fresh = self._fresh and staged.state.array.starts_as_zeros
-        # Bytes of the record's front that are in memory and will be written; the rest is zero in its home.
+        # Bytes of the state's front that are in memory and will be written; all others are zero in their home.
         front_bytes = 0 if fresh else staged.state.bytes.numel()
         try:
             await self._fill_parts([part for part in staged.parts if not (fresh and part is staged.state)])
@@ -206,44 +206,44 @@ class Adoption:
         finally:
             staged.free()
 
-    async def _wait_for_stores(self, left: int = 0) -> None:
-        """Wait until at most `left` stores are running."""
-        while len(self._stores) > left:
+    async def _wait_for_stores(self, stores_max: int = 0) -> None:
+        """Wait until at most `stores_max` stores are running."""
+        while len(self._stores) > stores_max:
             try:
                 await self._stores[0]
             finally:
                 self._stores.popleft()
 
     def _encode(self, unit: Unit, staged: StagedSubGroup, front_bytes: int) -> int:
-        """Fill one unit's run of a sub-group: the weight and, if it is not all zeros, the record.
+        """Fill one unit's run of a sub-group: the weight and, if it is not all zeros, the optimizer state.
 
-        `front_bytes`: length of the record's front in memory; returns the new length.
+        `front_bytes`: length of the state's front in memory; returns the new length.
         """
-        weight, record = staged.weights[unit.index], staged.state_view()
-        stored, shift = weight.bytes.view(unit.dtype), weight.begin - staged.group.begin
+        weight, state = staged.weights[unit.index], staged.state_view()
+        weights, shift = weight.bytes.view(unit.dtype), weight.begin - staged.group.begin
         lo, hi = weight.begin - unit.origin, weight.end - unit.origin
         states: tuple[torch.Tensor, ...] | None = None
         for slot, piece in self._pieces(unit, lo, hi, state=True):
             at, numel = slot.offset_numel + piece.first - slot.first_numel - lo, piece.weight.numel()
-            target = stored[at : at + numel]
-            front_bytes = _extend_front(piece, staged, record, front_bytes)
+            target = weights[at : at + numel]
+            front_bytes = _extend_front(piece, staged, state, front_bytes)
             if not front_bytes:
                 self._note_nonfinite(slot, _copy(target, piece.weight))
                 continue
-            remainder = None if record.remainder is None else record.remainder[shift + at : shift + at + numel]
+            remainder = None if state.remainder is None else state.remainder[shift + at : shift + at + numel]
             finite = _store_weight(target, remainder, piece)
             self._note_nonfinite(slot, finite or piece.states is not None)
-            if piece.states is not None and record.states.tensors:
-                for plane, given in zip(record.states.tensors, piece.states, strict=True):
-                    copy_single_threaded(plane[shift + at : shift + at + numel], given)
+            if piece.states is not None and state.states.tensors:
+                for tensor, values in zip(state.states.tensors, piece.states, strict=True):
+                    copy_single_threaded(tensor[shift + at : shift + at + numel], values)
             elif piece.states is not None:
-                if states is None:  # states of the whole run are stored together, so load those of others unchanged
-                    states = record.states.load(shift, shift + hi - lo)
+                if states is None:  # states of the whole run are stored together, so load the others unchanged
+                    states = state.states.load(shift, shift + hi - lo)
                     _clear_gaps(unit, lo, states)
-                for values, given in zip(states, piece.states, strict=True):
-                    values[at : at + numel].copy_(given)
+                for tensor, values in zip(states, piece.states, strict=True):
+                    tensor[at : at + numel].copy_(values)
         if states is not None:
-            record.states.part(shift, shift + hi - lo).store(states)
+            state.states.part(shift, shift + hi - lo).store(states)
         return front_bytes
 
     def _note_nonfinite(self, slot: Slot, finite: bool) -> None:
@@ -251,21 +251,21 @@ class Adoption:
             self.nonfinite.add(slot.index)
 
     async def _adopt_frozen(self, index: int, unit: Unit) -> None:
-        plane = self._storage.weights[index]
+        array = self._storage.weights[index]
         step = max(CHUNK_BYTES // unit.dtype.itemsize // 4096, 1) * 4096
         for lo in range(0, unit.shard_numel, step):
             hi = min(lo + step, unit.shard_numel)
-            memory = plane.memory(unit.begin + lo, unit.begin + hi)
-            where = torch.device("cpu") if memory is None else memory.device
-            part = StagedRange(plane, unit.begin + lo, unit.begin + hi, where, self._storage.streams)
+            memory = array.memory(unit.begin + lo, unit.begin + hi)
+            device = torch.device("cpu") if memory is None else memory.device
+            part = StagedRange(array, unit.begin + lo, unit.begin + hi, device, self._storage.streams)
             staging = await StagingBlocks.lease(self._storage, [part], "frozen weights")
             try:
                 await self._fill_parts([part])
-                stored = part.bytes.view(unit.dtype)
+                weights = part.bytes.view(unit.dtype)
                 first = unit.first_numel + lo
                 for slot, piece in self._pieces(unit, first, unit.first_numel + hi, state=False):
                     at = slot.offset_numel + piece.first - slot.first_numel - first
-                    self._note_nonfinite(slot, _copy(stored[at : at + piece.weight.numel()], piece.weight))
+                    self._note_nonfinite(slot, _copy(weights[at : at + piece.weight.numel()], piece.weight))
                 await part.write()
             finally:
                 staging.free()
@@ -284,49 +284,49 @@ class Adoption:
 
     def _pieces(self, unit: Unit, lo: int, hi: int, *, state: bool) -> Iterable[tuple[Slot, Piece]]:
         """The pieces in elements [lo, hi) of the unit. Use them one by one: the next may overwrite the previous one."""
-        for away, slot, begin, end in self._ranges(unit, lo, hi):
+        for shard_offset, slot, begin, end in self._ranges(unit, lo, hi):
             for piece in self._read(self._parameters[slot.index], begin, end, state):
-                if not away:
+                if not shard_offset:
                     yield slot, piece
 
     def _ranges(self, unit: Unit, lo: int, hi: int) -> Iterator[tuple[int, Slot, int, int]]:
-        """(offset of the slice, slot, first, last element of the parameter) of all reads for elements [lo, hi)."""
-        for away in self._shard_offsets:
-            shift = away * unit.shard_numel
+        """(offset of the shard, slot, first, last element of the parameter) of all reads for elements [lo, hi)."""
+        for shard_offset in self._shard_offsets:
+            shift = shard_offset * unit.shard_numel
             for slot in unit.slots:
                 first, last = max(lo + shift - slot.offset_numel, 0), min(hi + shift - slot.offset_numel, slot.numel)
                 if first < last and (self._only is None or slot.index in self._only):
-                    yield away, slot, slot.first_numel + first, slot.first_numel + last
+                    yield shard_offset, slot, slot.first_numel + first, slot.first_numel + last
 
-    def _finish_groups(self, left: int) -> None:
-        """Release the parameters of sub-groups that are stored: all but the last `left`."""
-        while len(self._unfinished_groups) > left:
+    def _finish_groups(self, unfinished_max: int) -> None:
+        """Finish the slots of sub-groups that are stored: all but the last `unfinished_max`."""
+        while len(self._unfinished_groups) > unfinished_max:
             group = self._unfinished_groups.popleft()
             self._finish_slots(self._layout.spaces[group.space], group.begin, group.end)
 
     def _finish_slots(self, space: AddressSpace, begin: int, end: int) -> None:
-        """Release the parameters whose last element lies in [begin, end)."""
+        """Call `on_slot_stored` for the slots whose last element lies in [begin, end)."""
         if self._on_slot_stored is None:
             return
-        # On a GPU the mover's stream may still read them, but their memory is reused in the order of another stream.
+        # On a GPU the I/O loop's stream may still read them, but their memory is reused in the order of another stream.
         streams = self._storage.streams
         self._storage.io_loop.run("storing initial values", streams.synchronize(streams.record_update_event()))
         for unit in space.units_between(begin, end):
             for slot in unit.slots:
-                # A slot that is only in other ranks' slices ends with this rank's first element, or its last.
+                # A slot that is only in other ranks' shards ends with this rank's first element, or its last.
                 last = min(max(unit.origin + max(slot.end_numel, slot.offset_numel + 1), unit.begin + 1), unit.end)
                 if begin < last <= end:
                     self._on_slot_stored(unit, slot)
 
 
-def _extend_front(piece: Piece, staged: StagedSubGroup, record: SubGroupState, front_bytes: int) -> int:
-    """Extend the record's front in memory for the nonzero parts of a piece; returns its new length."""
+def _extend_front(piece: Piece, staged: StagedSubGroup, state: SubGroupState, front_bytes: int) -> int:
+    """Extend the state's front in memory for the nonzero parts of a piece; returns its new length."""
     needed_bytes = 0
     if piece.states is not None:
         needed_bytes = staged.state.bytes.numel()
-    elif record.remainder is not None:
+    elif state.remainder is not None:
         exact = piece.remainder is None and piece.weight.dtype == staged.space.dtype
-        needed_bytes = 0 if exact and record.remainder.dtype == torch.int16 else record.remainder.nbytes
+        needed_bytes = 0 if exact and state.remainder.dtype == torch.int16 else state.remainder.nbytes
     if needed_bytes > front_bytes and not staged.state.in_place:
         zero_single_threaded(staged.state.bytes[front_bytes:needed_bytes])
     return max(front_bytes, needed_bytes)

@@ -33,17 +33,17 @@ def tune_io(config: Config, paths: Sequence[str]) -> TunedIo:
     """
     aio = config.aio
     named_backend = os.environ.get("ZERO_AIO_BACKEND", "")
-    given = TunedIo(named_backend or "auto", aio.block_size, aio.queue_depth)
+    settings = TunedIo(named_backend or "auto", aio.block_size, aio.queue_depth)
     if aio.tune == "off":
-        return given
+        return settings
     look_up = tuning.load_or_probe if aio.tune == "probe" else tuning.read_cached
     try:
-        found = [look_up(Path(path)) for path in paths]
+        results = [look_up(Path(path)) for path in paths]
     except (ConfigError, StorageError, OSError) as error:
-        return replace(given, note=f"not tuned: {error}")
-    known = [result for result in found if result is not None]
-    if not known or len(known) < len(found):
-        return given
+        return replace(settings, note=f"not tuned: {error}")
+    known = [result for result in results if result is not None]
+    if not known or len(known) < len(results):
+        return settings
     best = tuning.combine(known)
     return TunedIo(
         backend=named_backend or best.backend,

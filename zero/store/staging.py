@@ -1,4 +1,4 @@
-"""Makes ranges of planes addressable for a short time: in place, or in leased memory."""
+"""Makes ranges of tiered arrays addressable for a short time: in place, or in leased memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from zero.store.storage import Storage
 
 
 class StagedRange:
-    """One range of a plane during an update.
+    """One range of a tiered array during an update.
 
     If the range is in memory of the compute device, it is used in place. Otherwise it passes through leased host
     memory, and if the computation runs on a GPU, through leased device memory too.
 
     Args:
-        caller_memory: the caller's memory that the range may pass through instead, uint8; used if the computation can address
-            it and the range is not in place.
+        caller_memory: the caller's memory that the range may pass through instead, uint8; used if the computation can
+            address it and the range is not in place.
     """
 
     def __init__(
@@ -37,7 +37,10 @@ class StagedRange:
         streams: Streams,
         caller_memory: torch.Tensor | None = None,
     ) -> None:
-        self.array, self.begin, self.end, self._streams = array, begin, end, streams
+        self.array = array
+        self.begin = begin
+        self.end = end
+        self._streams = streams
         self._memory = array.memory(begin, end)
         nbytes = array.nbytes(begin, end)
         if not nbytes:  # an optimizer without states: nothing has to move, on any tier
@@ -73,7 +76,7 @@ class StagedRange:
         return self._data
 
     async def read(self) -> None:
-        """Read the range, unless it is in place. On a GPU it is there for work that the mover queues from now on."""
+        """Read the range, unless it is in place. On a GPU it is there for work that the I/O loop queues from now on."""
         if self.in_place:
             return
         if self._host is not None:
@@ -88,7 +91,7 @@ class StagedRange:
             await self.array.write(self.begin, self.end, await self._copy_to_host())
 
     async def write_or_strand(self) -> None:
-        """As `write`; if that fails, the plane keeps a copy of the bytes until a later write succeeds.
+        """As `write`; if that fails, the array keeps a copy of the bytes until a later write succeeds.
 
         The copy is not in leased memory: a checkpoint in progress may wait for that, and an update for the checkpoint.
         """
@@ -99,7 +102,7 @@ class StagedRange:
             raise
 
     async def write_front(self, nbytes: int) -> None:
-        """As `write`, for the first `nbytes` only, whole pages; the rest is already correct in its home."""
+        """As `write`, for the first `nbytes` only, whole pages; what follows is already correct in its home."""
         if not self.in_place and nbytes:
             await self.array.write_front(self.begin, self.end, (await self._copy_to_host())[:nbytes])
 
@@ -112,15 +115,15 @@ class StagedRange:
 
     @property
     def host_bytes(self) -> torch.Tensor:
-        """The bytes that `write` gives to the plane: in host memory if the home is in the swap space."""
+        """The bytes that `write` writes to the array: in host memory if the home is in the swap space."""
         return self._host if self._host is not None else self.bytes
 
 
 class StagingBlocks:
-    """Host and device memory that some ranges pass through. Used on the mover's loop; made by `lease`.
+    """Host and device memory that some ranges pass through. Used on the I/O loop; made by `lease`.
 
-    Device work with it runs on the mover's stream, or is a copy that is queued after that stream and that the stream
-    waits for. So the next user may have the device memory at once.
+    Device work with it runs on the I/O loop's stream, or is a copy that is queued after that stream and that the stream
+    waits for. So the device memory may be leased again at once.
     """
 
     def __init__(self, host: Block, device: Block, streams: Streams) -> None:
@@ -136,12 +139,12 @@ class StagingBlocks:
             storage: the owner of the memory.
             parts: ranges that pass through it.
             what: appears in errors.
-            host_block: host memory to use instead of the arena's, of the length that they need; it returns to its lender.
+            host_block: host memory to use instead of the host pool's, of the length that they need; `free` frees it.
         """
         host_bytes = sum(part.host_nbytes for part in parts)
         device_bytes = sum(align_up(part.device_nbytes, PAGE_BYTES) for part in parts)
         host = host_block or await storage.host_pool.allocate_async(host_bytes, what)
-        try:  # after the host's memory: a holder of device memory must never wait for host memory
+        try:  # after the host's memory: a lease of device memory must never wait for host memory
             device = await storage.update_pool.allocate_async(device_bytes, what)
         except BaseException:
             host.free()
@@ -157,29 +160,29 @@ class StagingBlocks:
         return StagingBlocks(host, device, storage.streams)
 
     def free(self) -> None:
-        """Release the memory; host memory becomes free when the device has finished with it. Idempotent."""
+        """Free the memory; host memory becomes free when the device has finished with it. Idempotent."""
         self._device.free()
         if self._host.data.numel():
             self._streams.free_after(self._host, self._streams.record_event())
 
 
 class StagedSubGroup:
-    """A sub-group made addressable for a short time: its state record, its weights, and its gradients if requested.
+    """A sub-group made addressable for a short time: its optimizer state, its weights, and its gradients if requested.
 
     `lease` memory, `read` the stored values, work on `state_view()` and the bytes of the parts, write them, and `free`.
-    Raises StateError: its space is not trained.
+    Raises StateError: its address space is not trained.
 
     Args:
         storage: the storage of the sub-group.
-        layout: of the planes.
-        group: of a space that is trained.
+        layout: of the storage.
+        group: of an address space that is trained.
         units: units whose weights are staged; None: all that have weights in the sub-group.
         caller_memory: unit index -> the caller's memory that its weights may pass through; see `StagedRange`.
-        gradients: unit -> the plane of its gradient; None: stage no gradients.
+        gradients: unit -> the array of its gradient; None: stage no gradients.
 
     Attributes:
         space: of the sub-group.
-        state: the staged record.
+        state: the staged optimizer state.
         weights, gradients: by the index of the unit.
     """
 
@@ -193,23 +196,23 @@ class StagedSubGroup:
         gradients: Callable[[Unit], TieredArray] | None = None,
     ) -> None:
         self._storage, self.group, self.space = storage, group, layout.spaces[group.space]
-        records, weights = storage.state_arrays[group.space], storage.weights[group.space]
-        if records is None:
+        states, weights = storage.state_arrays[group.space], storage.weights[group.space]
+        if states is None:
             raise StateError(f"{group.name}: its parameters are not trained, so it has no optimizer state")
         self.units = list(layout.units_in(group) if units is None else units)
         compute, streams, caller_memory = storage.update_device(group), storage.streams, caller_memory or {}
 
-        def run(unit: Unit, plane: TieredArray, memory: torch.Tensor | None = None) -> StagedRange:
-            return StagedRange(plane, *group.range_in(unit), compute, streams, memory)
+        def range_of(unit: Unit, array: TieredArray, memory: torch.Tensor | None = None) -> StagedRange:
+            return StagedRange(array, *group.range_in(unit), compute, streams, memory)
 
-        self.state = StagedRange(records, group.begin, group.end, compute, streams)
-        self.weights = {unit.index: run(unit, weights, caller_memory.get(unit.index)) for unit in self.units}
-        self.gradients = {unit.index: run(unit, gradients(unit)) for unit in self.units} if gradients else {}
+        self.state = StagedRange(states, group.begin, group.end, compute, streams)
+        self.weights = {unit.index: range_of(unit, weights, caller_memory.get(unit.index)) for unit in self.units}
+        self.gradients = {unit.index: range_of(unit, gradients(unit)) for unit in self.units} if gradients else {}
         self._staging: StagingBlocks | None = None
 
     @property
     def begin(self) -> int:
-        """The first coordinate of the record."""
+        """The first coordinate of the state."""
         return self.group.begin
 
     @property
@@ -237,13 +240,13 @@ class StagedSubGroup:
         await await_all([part.read() for part in self.parts if not part.in_place])
 
     async def write_state(self) -> None:
-        """Write the record back. Raises StorageError."""
+        """Write the optimizer state back. Raises StorageError."""
         await self.state.write()
 
     def state_view(self, step: int = 0) -> SubGroupState:
-        """The record; `step` matters only if the caller updates it."""
-        layout = self._storage.plan.state_format(self.space)
-        return layout.view(self.state.bytes, self.group.begin, self.group.end, step)
+        """The optimizer state; `step` matters only if the caller updates it."""
+        state_format = self._storage.plan.state_format(self.space)
+        return state_format.view(self.state.bytes, self.group.begin, self.group.end, step)
 
     async def compute(self, work: Callable[[], None]) -> None:
         """Run `work` where the sub-group is addressable; on a device this only queues it."""
@@ -253,6 +256,6 @@ class StagedSubGroup:
             work()
 
     def free(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Free the memory. Idempotent."""
         if self._staging is not None:
             self._staging.free()

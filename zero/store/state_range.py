@@ -1,4 +1,4 @@
-"""A part of a sub-group's state record, read or rewritten without the rest: for callers that want one parameter."""
+"""A part of a sub-group's optimizer state, read or rewritten alone: for callers that want one parameter."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from zero.store.storage import Storage
 
 
 class StateRange:
-    """The blocks of a record in the swap space that hold coordinates [begin, end) of its sub-group.
+    """The blocks of an optimizer state in the swap space that have coordinates [begin, end) of its sub-group.
 
     As with `StagedSubGroup`: `lease` memory, which is the host's, `read`, work on `state_view()`, write it, and `free`.
-    Raises StateError: its space is not trained.
+    Raises StateError: its address space is not trained.
 
     Attributes:
         begin, end: coordinates of the blocks.
@@ -28,10 +28,10 @@ class StateRange:
     """
 
     def __init__(self, storage: Storage, layout: Layout, group: SubGroup, begin: int, end: int) -> None:
-        plane = storage.state_arrays[group.space]
-        if plane is None:
+        array = storage.state_arrays[group.space]
+        if array is None:
             raise StateError(f"{group.name}: its parameters are not trained, so it has no optimizer state")
-        self._storage, self._array, self._group = storage, plane, group
+        self._storage, self._array, self._group = storage, array, group
         first = (begin - group.begin) // BLOCK_NUMEL * BLOCK_NUMEL
         last = min(align_up(end - group.begin, BLOCK_NUMEL), group.end - group.begin)
         self.begin, self.end = group.begin + first, group.begin + last
@@ -47,16 +47,16 @@ class StateRange:
 
     async def read(self) -> None:
         """Read the stored values. Raises StorageError."""
-        plane, group = self._array, self._group
-        await await_all([plane.read_part(group.begin, group.end, at, data) for at, data in self._staged_pages()])
+        array, group = self._array, self._group
+        await await_all([array.read_part(group.begin, group.end, at, data) for at, data in self._staged_pages()])
 
     async def write_state(self) -> None:
         """Write the values back. Raises StorageError."""
-        plane, group = self._array, self._group
-        await await_all([plane.write_part(group.begin, group.end, at, data) for at, data in self._staged_pages()])
+        array, group = self._array, self._group
+        await await_all([array.write_part(group.begin, group.end, at, data) for at, data in self._staged_pages()])
 
     def state_view(self) -> SubGroupState:
-        """The record of the blocks, in the memory of this object."""
+        """The state of the blocks, in the memory of this object."""
         staged = list(self._staged_pages())
 
         def part(first: int, nbytes: int) -> torch.Tensor:
@@ -66,15 +66,15 @@ class StateRange:
         return self._format.from_parts([part(*run) for run in self._runs], self.begin)
 
     def free(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Free the memory. Idempotent."""
         block, self._block = self._block, None
         if block is not None:
             block.free()
 
     def _staged_pages(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first byte in the record, memory) of each run of pages. Raises StateError: the memory is not leased."""
+        """(first byte in the state, memory) of each run of pages. Raises StateError: the memory is not leased."""
         if self._block is None:
-            raise StateError(f"{self._group.name}: [{self.begin:,}, {self.end:,}) of its record is not staged")
+            raise StateError(f"{self._group.name}: [{self.begin:,}, {self.end:,}) of its optimizer state is not staged")
         position = 0
         for lo, hi in self._pages:
             yield lo, self._block.data[position : position + hi - lo]
@@ -82,20 +82,20 @@ class StateRange:
 
 
 def stage_state(storage: Storage, layout: Layout, group: SubGroup, begin: int, end: int) -> StateRange | StagedSubGroup:
-    """The record of a sub-group, or at least coordinates [begin, end) of it, to be read and written; not leased yet."""
-    plane = storage.state_arrays[group.space]
-    takes_parts = plane is not None and plane.can_write_part(group.begin, group.end)
-    part = state_range_of(storage, layout, group, begin, end) if takes_parts else None
-    return StagedSubGroup(storage, layout, group, units=()) if part is None else part
+    """The optimizer state of a sub-group, or at least of coordinates [begin, end), to read or write; not leased yet."""
+    array = storage.state_arrays[group.space]
+    can_write_part = array is not None and array.can_write_part(group.begin, group.end)
+    state_range = state_range_of(storage, layout, group, begin, end) if can_write_part else None
+    return StagedSubGroup(storage, layout, group, units=()) if state_range is None else state_range
 
 
 def state_range_of(storage: Storage, layout: Layout, group: SubGroup, begin: int, end: int) -> StateRange | None:
-    """Coordinates [begin, end) of a record, to be read alone; None if that does not save half of the bytes."""
-    plane = storage.state_arrays[group.space]
-    if plane is None or not plane.swap_bytes(group.begin, group.end):
+    """Coordinates [begin, end) of an optimizer state, to read alone; None if that does not save half of the bytes."""
+    array = storage.state_arrays[group.space]
+    if array is None or not array.swap_bytes(group.begin, group.end):
         return None
-    part = StateRange(storage, layout, group, begin, end)
-    return part if 2 * part.nbytes <= plane.nbytes(group.begin, group.end) else None
+    state_range = StateRange(storage, layout, group, begin, end)
+    return state_range if 2 * state_range.nbytes <= array.nbytes(group.begin, group.end) else None
 
 
 def _pages_of(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

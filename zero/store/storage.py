@@ -1,4 +1,4 @@
-"""Everything the plan allocates: planes over the tiers, the arena, the pools, the disk, the mover."""
+"""Everything the plan allocates: tiered arrays, the pools, the disk, the I/O loop."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ class Storage:
     Attributes:
         on_close_begin: called once, last first, when closing begins and everything still runs.
         on_transfers_end: called once, last first, when all transfers have ended.
-        weights: one plane per space.
-        state_arrays: one plane per space (None for frozen ones): remainder and optimizer states, adjacent per sub-group.
-        gradients: one plane per space (None for frozen ones).
+        weights: one tiered array per address space.
+        state_arrays: one per address space (None for frozen ones): remainders and optimizer states, by sub-group.
+        gradients: one per address space (None for frozen ones).
         unreduced_gradients: memory of gradients before they are reduced.
-        secondary_shards: unit index -> uint8, this rank's part of it among its neighbours, if they shard weights again.
-        snapshot_arrays: planes that snapshots keep, weights first; each has two places on the disk for everything.
+        secondary_shards: unit index -> uint8, this rank's secondary shard of it, if there are any (hpZ).
+        snapshot_arrays: tiered arrays that snapshots save, weights first; each has two slots on the disk for all.
         activations: keeps tensors that autograd saves, if the plan gives them a tier (else None).
-        are_states_offloaded: records of the device are in host memory at present.
+        are_states_offloaded: optimizer states of the device are in host memory at present.
     """
 
     activations: ActivationStore | None = None
     are_states_offloaded = False
-    _faulting: Prefaulter | None = None
+    _prefaulter: Prefaulter | None = None
     _extra_unit_pool: BlockPool | None = None  # More memory for gathered units, during a generation.
 
     def __init__(
@@ -74,8 +74,12 @@ class Storage:
         pending_free_bytes: Mapping[int, int] = MappingProxyType({}),
         allocate_shards: Callable[[int], SharedHostMemory | None] = lambda nbytes: None,
     ) -> None:
-        self.layout, self.plan, self.device, self._shared = layout, plan, device, shared
-        self._open_snapshot, self._allocate_shards = open_snapshot, allocate_shards
+        self.layout = layout
+        self.plan = plan
+        self.device = device
+        self._shared = shared
+        self._open_snapshot = open_snapshot
+        self._allocate_shards = allocate_shards
         self._flat_buffers: dict[int, torch.Tensor] = {}
         self._pinned = is_accelerator(device) and wants_pinning(config)
         tiers = zip(plan.sub_groups, plan.state_tiers, strict=True)
@@ -96,7 +100,10 @@ class Storage:
             raise
         try:
             self.host_pool = BlockPool(
-                *("host", plan.host_pool_bytes, "memory_budget.host", torch.device("cpu")),
+                "host",
+                plan.host_pool_bytes,
+                "memory_budget.host",
+                torch.device("cpu"),
                 pinned=self._pinned,
                 register=aio.register_memory if aio else None,
             )
@@ -109,23 +116,19 @@ class Storage:
             self.weights = [self._weight_array(space) for space in layout.spaces]
             self.state_arrays = [self._state_array(i, s) if s.trainable else None for i, s in enumerate(layout.spaces)]
             self.gradients = [self._gradient_array(space) for space in layout.spaces]
-            near = (
-                self._allocate_pool(DEVICE, sum(plan.secondary_shard_bytes.values()))
-                if plan.secondary_shard_bytes
-                else None
-            )
-            self.secondary_shards = (
-                {index: near.allocate(nbytes) for index, nbytes in plan.secondary_shard_bytes.items()} if near else {}
-            )
+            self.secondary_shards: dict[int, torch.Tensor] = {}
+            if plan.secondary_shard_bytes:
+                pool = self._allocate_pool(DEVICE, sum(plan.secondary_shard_bytes.values()))
+                self.secondary_shards = {i: pool.allocate(nbytes) for i, nbytes in plan.secondary_shard_bytes.items()}
             self.activations = open_activations(
-                plan, device, (self.disk, self.io_loop, self.streams), pinned=self._pinned
+                plan, device, self.disk, self.io_loop, self.streams, pinned=self._pinned
             )
         except BaseException:
             self.close()
             raise
 
     def flat_buffer(self, unit: Unit) -> torch.Tensor | None:
-        """The memory of the unit's weights, uint8, if all its slices are in one piece; else None."""
+        """The memory of the unit's weights, uint8, if all its shards are in one piece; else None."""
         if unit.index in self._flat_buffers:
             return self._flat_buffers[unit.index]
         if unit.shard_numel != unit.numel:
@@ -133,11 +136,11 @@ class Storage:
         return self.weights[self.layout.space_of(unit)].memory(unit.begin, unit.end)
 
     def gradient_dtype(self, unit: Unit) -> torch.dtype:
-        """The dtype of the unit's gradient while it is in its place in the gradient plane."""
+        """The dtype of the unit's gradient while it is in the gradient array."""
         return torch.float32 if self.plan.gradient_wide else unit.dtype
 
     def add_fp32_gradient(self, unit: Unit) -> TieredArray:
-        """A new fp32 home for one unit's gradient: an unannounced second contribution has arrived.
+        """A new fp32 home for one unit's gradient: an unplanned second contribution has arrived.
 
         Raises BudgetError: the host budget has no room for it, and there is no swap space.
         """
@@ -182,25 +185,27 @@ class Storage:
 
         Rules that need whole parameters multiply matrices: they run on the compute device, wherever the states live.
         """
-        lives = group in self._device_groups
-        here = lives or self.layout.spaces[group.space].needs_whole_parameters
-        return self.device if here and not (lives and self.are_states_offloaded) else torch.device("cpu")
+        if group in self._device_groups:
+            on_device = not self.are_states_offloaded
+        else:
+            on_device = self.layout.spaces[group.space].needs_whole_parameters
+        return self.device if on_device else torch.device("cpu")
 
     @property
     def memory_pools(self) -> tuple[LinearPool, ...]:
-        """The memory regions of the planes, on all tiers."""
+        """The memory pools of the tiered arrays, on all tiers."""
         return tuple(self._memory_pools)
 
     @property
     def gradient_arrays(self) -> Sequence[TieredArray]:
-        """The planes of gradients, including unplanned fp32 ones."""
-        others = {id(plane) for plane in (*self.weights, *self.state_arrays)}
-        return tuple(plane for plane in self._arrays if id(plane) not in others)
+        """The tiered arrays of gradients, including unplanned fp32 ones."""
+        other_ids = {id(array) for array in (*self.weights, *self.state_arrays)}
+        return tuple(array for array in self._arrays if id(array) not in other_ids)
 
     def relocate(self, relocate: Relocate) -> None:
-        """The memory of a region was moved, while no transfer used it."""
-        for plane in self._arrays:
-            plane.relocate(relocate)
+        """The memory of a pool was moved, while no transfer used it."""
+        for array in self._arrays:
+            array.relocate(relocate)
         self._flat_buffers = {index: relocate(memory) for index, memory in self._flat_buffers.items()}
         self.secondary_shards = {index: relocate(memory) for index, memory in self.secondary_shards.items()}
 
@@ -211,30 +216,30 @@ class Storage:
 
     def add_unit_pool(self, nbytes: int) -> int:
         """Take more device memory for gathered units; returns the bytes taken, 0 if the device has no room."""
-        room = BlockPool("generation", nbytes, "memory_budget.device", self.device)
+        pool = BlockPool("generation", nbytes, "memory_budget.device", self.device)
         try:
-            room.reserve_memory()
+            pool.reserve_memory()
         except (BudgetError, torch.OutOfMemoryError):
             return 0
-        self._extra_unit_pool = room
+        self._extra_unit_pool = pool
         return nbytes
 
     def remove_unit_pool(self) -> None:
         """Free the memory of `add_unit_pool`, after the device has finished its work there."""
-        room, self._extra_unit_pool = self._extra_unit_pool, None
-        if room is not None:
+        pool, self._extra_unit_pool = self._extra_unit_pool, None
+        if pool is not None:
             synchronize(self.device)
-            room.close()
+            pool.close()
 
     def fault_in(self) -> None:
         """Training begins: fault its memory in, in the background. Only the first call has an effect."""
-        if self._faulting is None:
-            self._faulting = Prefaulter(self._memory_pools)
+        if self._prefaulter is None:
+            self._prefaulter = Prefaulter(self._memory_pools)
 
     async def retry_failed_writes(self) -> None:
         """Repeat writes that failed. Raises StorageError if one fails again."""
-        for plane in self._arrays:
-            await plane.retry_failed_writes()
+        for array in self._arrays:
+            await array.retry_failed_writes()
 
     def close(self) -> None:
         """Wait for running transfers, then free everything. Idempotent. Does nothing in a forked child."""
@@ -256,8 +261,8 @@ class Storage:
         """After all transfers: free everything."""
         with ExitStack() as ends:  # last first; a failed device frees nothing, but host memory must be freed for others
             ends.callback(self._free)
-            for step in self.on_transfers_end:
-                ends.callback(step)
+            for callback in self.on_transfers_end:
+                ends.callback(callback)
             self.on_transfers_end = []
             ends.callback(self.streams.close)
             ends.callback(self._close_disk)
@@ -272,21 +277,24 @@ class Storage:
             disk.close()
 
     def _free(self) -> None:
-        if self._faulting is not None:
-            self._faulting.close()
+        if self._prefaulter is not None:
+            self._prefaulter.close()
         if self.activations is not None:
             self.activations.close()
         if self._extra_unit_pool is not None:
             self._extra_unit_pool.close()
-        for plane in self._arrays:
-            plane.close()
-        for region in self._memory_pools:
-            region.close()
+        for array in self._arrays:
+            array.close()
+        for pool in self._memory_pools:
+            pool.close()
         for name in ("host_pool", "unit_pool", "gradient_pool", "update_pool"):
             if hasattr(self, name):
                 getattr(self, name).close()
         self.weights, self.state_arrays, self.gradients = [], [], []
-        self._memory_pools, self._arrays, self.snapshot_arrays, self.secondary_shards = [], [], [], {}
+        self._memory_pools = []
+        self._arrays = []
+        self.snapshot_arrays = []
+        self.secondary_shards = {}
         self._flat_buffers = {}
 
     # ---- construction -------------------------------------------------------------------------
@@ -320,14 +328,14 @@ class Storage:
             raise
 
     def _allocate_pool(
-        self, tier: str, nbytes: int, shared: SharedHostMemory | None = None, *, travels: bool = True
+        self, tier: str, nbytes: int, shared: SharedHostMemory | None = None, *, is_transferred: bool = True
     ) -> LinearPool:
-        """Allocate memory of a tier; only memory that `travels` between host and device is worth page-locking."""
+        """Allocate memory of a tier; only memory that is transferred between host and device is worth page-locking."""
         device = self.device if tier == DEVICE else torch.device("cpu")
-        pinned = self._pinned and travels
-        region = LinearPool(nbytes, device, pinned=pinned, shared=shared, of_device=tier == DEVICE)
-        self._memory_pools = [*(other for other in self._memory_pools if other.data is not None), region]
-        return region
+        pinned = self._pinned and is_transferred
+        pool = LinearPool(nbytes, device, pinned=pinned, shared=shared, of_device=tier == DEVICE)
+        self._memory_pools = [*(other for other in self._memory_pools if other.data is not None), pool]
+        return pool
 
     def _weight_array(self, space: AddressSpace) -> TieredArray:
         width = space.dtype.itemsize
@@ -336,22 +344,22 @@ class Storage:
         runs = [(unit.begin, unit.end, self.plan.weight_tiers[unit.index]) for unit in space.units]
         pieces = [(begin, end, NVME) for begin, end, _ in runs]
         if self.plan.snapshots and space.trainable:
-            runs, pieces = (list(self._cut_at_sub_groups(space, uncut)) for uncut in (runs, pieces))
-        whole = [unit for unit in space.units if unit.index in self.plan.unsharded_units]
-        homes = {unit.begin: unit.shard_of(self._whole_unit_memory(unit, whole)) for unit in whole}
+            runs, pieces = (list(self._cut_at_sub_groups(space, uncut_runs)) for uncut_runs in (runs, pieces))
+        unsharded = [unit for unit in space.units if unit.index in self.plan.unsharded_units]
+        homes = {unit.begin: unit.shard_of(self._whole_unit_memory(unit, unsharded)) for unit in unsharded}
         return self._make_array(f"weights ({space.dtype})", width, runs, homes, pieces, shared=self._allocate_shards)
 
     def _whole_unit_memory(self, unit: Unit, units: Sequence[Unit]) -> torch.Tensor:
-        """Memory for all slices of a unit; the first call allocates it for all `units` that are alike."""
+        """Memory for all shards of a unit; the first call allocates it for all `units` that are alike."""
         tier = self.plan.weight_tiers[unit.index]
         if unit.index not in self._flat_buffers:
             # A rank may edit persistent units at any time, so each rank has its own copy of them.
-            alike = (tier, unit.persistent)
-            together = [u for u in units if (self.plan.weight_tiers[u.index], u.persistent) == alike]
-            nbytes = sum(u.nbytes for u in together)
-            common = self._shared.allocate_common(nbytes, "weights") if self._shared and not unit.persistent else None
-            region = self._allocate_pool(tier, nbytes, common)
-            self._flat_buffers.update({u.index: region.allocate(u.nbytes) for u in together})
+            key = (tier, unit.persistent)
+            alike_units = [u for u in units if (self.plan.weight_tiers[u.index], u.persistent) == key]
+            nbytes = sum(u.nbytes for u in alike_units)
+            shared = self._shared.allocate_common(nbytes, "weights") if self._shared and not unit.persistent else None
+            pool = self._allocate_pool(tier, nbytes, shared)
+            self._flat_buffers.update({u.index: pool.allocate(u.nbytes) for u in alike_units})
         return self._flat_buffers[unit.index]
 
     def _cut_at_sub_groups(
@@ -375,9 +383,11 @@ class Storage:
             if group.space == index
         ]
         return self._make_array(
-            *(f"optimizer states ({space.dtype})", self.plan.state_format(space).nbytes, runs),
+            f"optimizer states ({space.dtype})",
+            self.plan.state_format(space).nbytes,
+            runs,
             pieces=runs,
-            travels=space.needs_whole_parameters,  # the host itself updates all other records that it keeps
+            is_transferred=space.needs_whole_parameters,  # the host itself updates all other states that it has
         )
 
     def _gradient_array(self, space: AddressSpace) -> TieredArray | None:
@@ -392,13 +402,14 @@ class Storage:
         name: str,
         width: int | Callable[[int], int],
         runs: Sequence[tuple[int, int, str]],
-        given_memory: Mapping[int, torch.Tensor] = MappingProxyType({}),
+        memory_at: Mapping[int, torch.Tensor] = MappingProxyType({}),
         pieces: Sequence[tuple[int, int, str]] = (),
-        travels: bool = True,
+        is_transferred: bool = True,
         shared: Callable[[int], SharedHostMemory | None] = lambda nbytes: None,
     ) -> TieredArray:
-        """Make a plane with a home for each run: `given_memory` memory (begin of the run -> memory), or a part of one region
-        per memory tier, or of the swap space. With snapshots each of `pieces`, on any tier, has two places there.
+        """Make a tiered array with a home for each run: its memory in `memory_at` (begin of the run -> memory), or a
+        part of one pool per memory tier, or of the swap space. With snapshots each of `pieces`, on any tier, has two
+        slots there.
         """
 
         def nbytes_of(begin: int, end: int) -> int:
@@ -408,33 +419,33 @@ class Storage:
             self._reserve_pair(begin, end, nbytes_of(begin, end)) for begin, end, _ in pieces if self.plan.snapshots
         ]
         first_slots = {pair.begin: pair.offsets[0] for pair in pairs}
-        ours = [run for run in runs if run[0] not in given_memory]
-        regions = {}
+        allocated_runs = [run for run in runs if run[0] not in memory_at]
+        pools = {}
         for tier in (DEVICE, HOST):
-            nbytes = sum(nbytes_of(begin, end) for begin, end, t in ours if t == tier)
-            if any(t == tier for _, _, t in ours):
-                region = shared(nbytes) if tier == HOST else None
-                regions[tier] = self._allocate_pool(tier, nbytes, region, travels=travels)
+            nbytes = sum(nbytes_of(begin, end) for begin, end, t in allocated_runs if t == tier)
+            if any(t == tier for _, _, t in allocated_runs):
+                shared_memory = shared(nbytes) if tier == HOST else None
+                pools[tier] = self._allocate_pool(tier, nbytes, shared_memory, is_transferred=is_transferred)
         homes, host_bytes = [], 0
         for begin, end, tier in runs:
             nbytes = nbytes_of(begin, end)
-            if begin in given_memory:
-                homes.append(Home(begin, end, given_memory[begin]))
+            if begin in memory_at:
+                homes.append(Home(begin, end, memory_at[begin]))
             elif tier == NVME:
                 offset = first_slots[begin] if pairs else self._reserve_swap(nbytes)
                 homes.append(Home(begin, end, None, offset))
             else:
                 homes.append(
-                    Home(begin, end, regions[tier].allocate(nbytes), host_offset=host_bytes if tier == HOST else -1)
+                    Home(begin, end, pools[tier].allocate(nbytes), host_offset=host_bytes if tier == HOST else -1)
                 )
                 host_bytes += nbytes if tier == HOST else 0
         if pairs and self.disk is not None:
-            plane: TieredArray = TwoSlotArray(name, width, homes, pairs, self.disk, self.streams)
-            self.snapshot_arrays.append(plane)  # type: ignore[arg-type]
+            array: TieredArray = TwoSlotArray(name, width, homes, pairs, self.disk, self.streams)
+            self.snapshot_arrays.append(array)  # type: ignore[arg-type]
         else:
-            plane = TieredArray(name, width, homes, self.disk, self.streams)
-        plane.host = regions[HOST].data if HOST in regions else None
-        return self._register(plane)
+            array = TieredArray(name, width, homes, self.disk, self.streams)
+        array.host = pools[HOST].data if HOST in pools else None
+        return self._register(array)
 
     def _reserve_pair(self, begin: int, end: int, nbytes: int) -> SlotPair:
         return SlotPair(begin, end, (self._reserve_swap(nbytes), self._reserve_swap(nbytes)), BlockChecksums(nbytes))
@@ -444,6 +455,6 @@ class Storage:
         self._swap_used_bytes += nbytes
         return offset
 
-    def _register(self, plane: TieredArray) -> TieredArray:
-        self._arrays.append(plane)
-        return plane
+    def _register(self, array: TieredArray) -> TieredArray:
+        self._arrays.append(array)
+        return array

@@ -1,4 +1,4 @@
-"""Reads the values in an engine's planes by parameter: weights, exact masters and states."""
+"""Reads the values that an engine stores by parameter: weights, exact masters and states."""
 
 from __future__ import annotations
 
@@ -17,34 +17,37 @@ from zero.store.state_range import StateRange, state_range_of
 from zero.store.storage import Storage
 
 ParameterSlots = dict[int, list[tuple[Unit, Slot]]]
-"""id(parameter) -> its places, one for each tile if it is in tiles."""
+"""id(parameter) -> its units and slots, one for each tile if it is in tiles."""
 
 
 class StoredValues:
-    """Reads the planes of an engine at rest; any thread but the storage's mover may.
+    """Reads the tiered arrays of an engine at rest, on any thread but the storage's I/O loop.
 
     Args:
-        layout: of the planes.
-        storage: the storage of the planes.
-        slots: of the parameters that it is asked for.
-        reads_few: it is asked for few parameters: of a sub-group on the disk only what holds them is read. Else a sub-group
-            is read as a whole, and kept for the next parameters.
+        layout: of the storage.
+        storage: the storage to read.
+        slots: of the parameters that may be read.
+        reads_few: few parameters will be read: of a sub-group on the disk only their blocks are read. Else a sub-group
+            is read as a whole, and stays staged for the next parameters.
     """
 
     def __init__(self, layout: Layout, storage: Storage, slots: ParameterSlots, *, reads_few: bool = False) -> None:
-        self._layout, self._storage, self._slots, self._reads_few = layout, storage, slots, reads_few
+        self._layout = layout
+        self._storage = storage
+        self._slots = slots
+        self._reads_few = reads_few
         self._staged: StagedSubGroup | None = None
 
     def states_count(self, unit: Unit) -> int:
-        """Number of the state planes that the unit's parameters have."""
+        """Number of optimizer states that the unit's parameters have."""
         return len(self._storage.plan.states_of(unit))
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """True if the planes have the parameter's values."""
+        """True if the parameter's values are stored."""
         return id(parameter) in self._slots
 
     def slots_of(self, parameter: nn.Parameter) -> list[tuple[Unit, Slot]]:
-        """The parameter's places, one for each tile if it is in tiles."""
+        """The parameter's units and slots, one for each tile if it is in tiles."""
         return self._slots[id(parameter)]
 
     def pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
@@ -58,7 +61,7 @@ class StoredValues:
                 yield from self.pieces_of_slot(unit, slot, first, last, state)
 
     def pieces_of_slot(self, unit: Unit, slot: Slot, begin: int, end: int, state: bool) -> Iterator[Piece]:
-        """As `pieces`, for elements that are in one slot and in this rank's slice."""
+        """As `pieces`, for elements that are in one slot and in this rank's shard."""
         origin = unit.origin + slot.offset_numel - slot.first_numel  # the coordinate of the parameter's first element
         if not (state and unit.trainable):
             yield Piece(begin, self._weights(unit, origin + begin, origin + end))
@@ -68,50 +71,52 @@ class StoredValues:
             yield self._piece(unit, group, lo, hi, lo - origin)
 
     def close(self) -> None:
-        """Give back the memory that the last sub-group was read into. Idempotent."""
+        """Free the memory that the last sub-group was read into. Idempotent."""
         staged, self._staged = self._staged, None
         if staged is not None:
-            read = self._storage.streams.record_event()  # the device may not have done the reader's queued reads yet
-            self._storage.io_loop.run("releasing a state record", _free_staged(staged, self._storage.streams, read))
+            event = self._storage.streams.record_event()  # the device may not have done the reader's queued reads yet
+            self._storage.io_loop.run("freeing a staged sub-group", _free_staged(staged, self._storage.streams, event))
 
     def _weights(self, unit: Unit, lo: int, hi: int) -> torch.Tensor:
-        plane = self._storage.weights[self._layout.space_of(unit)]
-        memory = plane.memory(lo, hi)
+        array = self._storage.weights[self._layout.space_of(unit)]
+        memory = array.memory(lo, hi)
         if memory is not None:
             return memory.view(unit.dtype)
-        self.close()  # release the held block of the arena: a holder must not wait for another block
+        self.close()  # free the block of the host pool first: nothing may wait for a block while it has one
         begin, end = lo // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(hi, BLOCK_NUMEL), unit.end)
-        out = torch.empty(plane.nbytes(begin, end), dtype=torch.uint8, device="cpu")
-        job = read_array(plane, begin, end, out, self._storage.host_pool)
+        out = torch.empty(array.nbytes(begin, end), dtype=torch.uint8, device="cpu")
+        job = read_array(array, begin, end, out, self._storage.host_pool)
         self._storage.io_loop.run(f"reading {unit.name}", job)
         return out.view(unit.dtype)[lo - begin : hi - begin]
 
     def _piece(self, unit: Unit, group: SubGroup, lo: int, hi: int, first: int) -> Piece:
-        held = self._staged is not None and self._staged.group == group
-        part = state_range_of(self._storage, self._layout, group, lo, hi) if self._reads_few and not held else None
-        if part is not None:
-            self.close()  # as in `_weights`: a holder must not wait for another block
-            own = self._weights(unit, lo, hi)
-            remainder, states = self._storage.io_loop.run(f"reading {group.name}", _read_part(part, lo, hi))
-            return Piece(first, own, remainder, states)
+        is_staged = self._staged is not None and self._staged.group == group
+        state_range = None
+        if self._reads_few and not is_staged:
+            state_range = state_range_of(self._storage, self._layout, group, lo, hi)
+        if state_range is not None:
+            self.close()  # as in `_weights`: nothing may wait for a block while it has one
+            weights = self._weights(unit, lo, hi)
+            remainder, states = self._storage.io_loop.run(f"reading {group.name}", _read_part(state_range, lo, hi))
+            return Piece(first, weights, remainder, states)
         if self._staged is None or self._staged.group != group:
             self.close()
             job = stage_group(self._storage, self._layout, group)
             self._staged = self._storage.io_loop.run(f"reading {group.name}", job)
-        record, weight = self._staged.state_view(), self._staged.weights[unit.index]
-        a, b = lo - group.begin, hi - group.begin
+        state, weight = self._staged.state_view(), self._staged.weights[unit.index]
+        first_in_group, end_in_group = lo - group.begin, hi - group.begin
         return Piece(
             first,
             weight.bytes.view(unit.dtype)[lo - weight.begin : hi - weight.begin],
-            None if record.remainder is None else record.remainder[a:b],
-            record.states.load(a, b),
+            None if state.remainder is None else state.remainder[first_in_group:end_in_group],
+            state.states.load(first_in_group, end_in_group),
         )
 
 
 async def stage_group(storage: Storage, layout: Layout, group: SubGroup) -> StagedSubGroup:
-    """Read a sub-group's stored record and weights; runs on the mover's loop. Raises StorageError: a read failed."""
+    """Read a sub-group's optimizer state and weights, on the I/O loop. Raises StorageError: a read failed."""
     staged, streams = StagedSubGroup(storage, layout, group), storage.streams
-    await staged.lease("state record")
+    await staged.lease("optimizer state")
     try:
         await staged.read()
         await streams.synchronize(streams.record_event())  # the caller reads the values on other streams
@@ -121,17 +126,17 @@ async def stage_group(storage: Storage, layout: Layout, group: SubGroup) -> Stag
     return staged
 
 
-async def _read_part(part: StateRange, lo: int, hi: int) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
+async def _read_part(state_range: StateRange, lo: int, hi: int) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
     """Copies of the remainders and states at coordinates [lo, hi). Raises StorageError: a read failed."""
-    await part.lease("state record")
+    await state_range.lease("optimizer state")
     try:
-        await part.read()
-        record, begin, end = part.state_view(), lo - part.begin, hi - part.begin
-        return None if record.remainder is None else record.remainder[begin:end].clone(), record.states.load(begin, end)
+        await state_range.read()
+        state, begin, end = state_range.state_view(), lo - state_range.begin, hi - state_range.begin
+        return None if state.remainder is None else state.remainder[begin:end].clone(), state.states.load(begin, end)
     finally:
-        part.free()
+        state_range.free()
 
 
-async def _free_staged(staged: StagedSubGroup, streams: Streams, read: MaybeEvent) -> None:
-    streams.wait_events(read)
+async def _free_staged(staged: StagedSubGroup, streams: Streams, event: MaybeEvent) -> None:
+    streams.wait_events(event)
     staged.free()

@@ -1,4 +1,4 @@
-"""Memory for whole gradients, as autograd makes them, before they are reduced to this rank's slice."""
+"""Memory for whole gradients, as autograd makes them, before they are reduced to this rank's shard."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class UnreducedGradients:
 
     Args:
         allocate_pool: allocates on a tier; the memory is freed with the engine.
-        shared: allocates the memory if ranks share memory, so that the owner of a slice can read the slice here.
+        shared: allocates the memory if ranks share memory, so that the owner of a shard can read the shard here.
 
     Attributes:
         pool: flat gradients in flight.
@@ -48,12 +48,12 @@ class UnreducedGradients:
         self._deferred_memory: torch.Tensor | None = None
         self._receive_buffer: torch.Tensor | None = None
         self._memory_pools: list[LinearPool] = []
-        both = None
+        memory = None
         if shared is not None:
             pool_bytes = align_up(plan.gradient_pool_bytes, PAGE_BYTES)
-            both = shared.allocate_own(pool_bytes + plan.deferred_bytes, "gradients")
-            self._deferred_memory = both.data[pool_bytes:]
-        self.pool = BlockPool("flat gradients", plan.gradient_pool_bytes, "memory_budget.device", device, shared=both)
+            memory = shared.allocate_own(pool_bytes + plan.deferred_bytes, "gradients")
+            self._deferred_memory = memory.data[pool_bytes:]
+        self.pool = BlockPool("flat gradients", plan.gradient_pool_bytes, "memory_budget.device", device, shared=memory)
 
     def deferred_sum(self, unit: Unit) -> torch.Tensor:
         """The sum of several contributions to a unit, fp32 (unit.numel,); in planned memory if the plan has some."""
@@ -70,9 +70,8 @@ class UnreducedGradients:
 
     def receive_buffer(self, nbytes: int) -> torch.Tensor:
         """Device memory, uint8, for parts of gradients that other ranks send; the same memory in all calls."""
-        if (
-            self._receive_buffer is None or self._receive_buffer.numel() < nbytes
-        ):  # more than planned, if a sum is wider
+        # More than planned, if a sum is wider.
+        if self._receive_buffer is None or self._receive_buffer.numel() < nbytes:
             total = max(nbytes, self._plan.collective_bytes)
             self._receive_buffer = self._allocate(total)
         return self._receive_buffer[:nbytes]
@@ -80,15 +79,15 @@ class UnreducedGradients:
     @property
     def allocated_bytes(self) -> int:
         """Bytes of device memory that only this rank uses, in all results of `deferred_sum` and `receive_buffer`."""
-        return sum(region.nbytes for region in self._memory_pools if region.is_movable)
+        return sum(pool.nbytes for pool in self._memory_pools if pool.is_movable)
 
     def free_unused(self) -> None:
         """Free the unused memory of `deferred_sum` and `receive_buffer`; a later call allocates it again."""
-        for region in self._memory_pools:
-            region.close()
+        for pool in self._memory_pools:
+            pool.close()
         self._memory_pools, self._deferred, self._receive_buffer = [], {}, None
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        region = self._allocate_pool(DEVICE, nbytes)
-        self._memory_pools.append(region)
-        return region.allocate(nbytes)
+        pool = self._allocate_pool(DEVICE, nbytes)
+        self._memory_pools.append(pool)
+        return pool.allocate(nbytes)
