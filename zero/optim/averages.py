@@ -1,7 +1,7 @@
-"""Averages of the weights: the rule that keeps them during updates, and the plane they are made from.
+"""Averages of the weights: the rule that keeps them during updates, and the state they are made from.
 
 [Note: two kinds] With `ema_decay` any rule is wrapped in a rule that keeps an exponential moving average of the fp32
-masters as one more plane, `ema`. The average begins with the weights before a parameter's first update, and every
+masters as one more array state, `ema`. The average begins with the weights before a parameter's first update, and every
 update of the parameter moves it. `AdamWScheduleFree` keeps no average: the weights and `z` determine it.
 
 [Note: one pass] A run is updated in pieces that stay in the cache. Each piece's average is moved before the next piece
@@ -65,24 +65,23 @@ class EmaRule(Rule):
     def after_update(self, values: EmaValues) -> tuple[Progress, Mapping[str, Any]]:
         """As the inner rule, and the average is present from now on."""
         progress, changed = self.inner.after_update(values.inner)
-        known = progress or Progress((), self.inner.states)
-        return replace(known, present=(*known.present, EMA)), changed
+        progress = progress or Progress((), self.inner.states)
+        return replace(progress, present=(*progress.present, EMA)), changed
 
     def update_run(self, run: UpdateRun, grad_scale: float, threads: int) -> Sequence[SmallTensors] | None:
         """Update piece by piece: first the weights, then their average."""
-        made = None
+        small = None
         for piece in [run] if self.needs_whole_parameters else _pieces(run):
-            *planes, average = piece.states.tensors
+            *tensors, average = piece.states.tensors
             for begin, end, values in piece.segments:
                 if values.first:
                     masters.join(average[begin:end], *_weight_and_master(piece, slice(begin, end)))
             segments = [(begin, end, values.inner) for begin, end, values in piece.segments]
-            inner = piece._replace(states=States(tuple(planes)), segments=segments)
-            made = self.inner.update_run(
-                inner, grad_scale, threads
-            )  # small states of whole parameters: there is one piece
+            inner = piece._replace(states=States(tuple(tensors)), segments=segments)
+            # Only whole parameters have small states, and then there is one piece.
+            small = self.inner.update_run(inner, grad_scale, threads)
             self._move_average(piece, average, threads)
-        return made
+        return small
 
     def _move_average(self, run: UpdateRun, average: torch.Tensor, threads: int) -> None:
         """Bit-equal to `torch.optim.swa_utils.get_ema_multi_avg_fn`."""
@@ -102,19 +101,19 @@ def _weight_and_master(run: UpdateRun, at: slice) -> tuple[torch.Tensor, torch.T
 
 
 def _pieces(run: UpdateRun) -> Iterator[UpdateRun]:
-    """The run in pieces if it is on the host; on a GPU it stays whole, since its update is one call anyway."""
-    whole, numel = run.weight.numel(), tile_threads.WORTH_THREADS_NUMEL
-    if run.weight.device.type != "cpu" or whole <= numel:
+    """The run in pieces if it is on the host; on a GPU it is one piece, since its update is one call anyway."""
+    numel, piece_numel = run.weight.numel(), tile_threads.WORTH_THREADS_NUMEL
+    if run.weight.device.type != "cpu" or numel <= piece_numel:
         yield run
         return
-    for lo in range(0, whole, numel):
-        hi = min(lo + numel, whole)
-        cut = ((max(begin, lo) - lo, min(end, hi) - lo, values) for begin, end, values in run.segments)
+    for lo in range(0, numel, piece_numel):
+        hi = min(lo + piece_numel, numel)
+        segments = ((max(begin, lo) - lo, min(end, hi) - lo, values) for begin, end, values in run.segments)
         yield UpdateRun(
             *_weight_and_master(run, slice(lo, hi)),
             run.states.part(lo, hi),
             run.gradient[lo:hi],
-            [segment for segment in cut if segment[0] < segment[1]],
+            [segment for segment in segments if segment[0] < segment[1]],
         )
 
 
@@ -130,11 +129,11 @@ def with_averages(rules: Rules, config: Config) -> Rules:
     """
     if config.ema_decay is None:
         return rules
-    stored = config.zero_optimization.offload_optimizer.state_dtype
-    if stored != "fp32":
+    state_dtype = config.zero_optimization.offload_optimizer.state_dtype
+    if state_dtype != "fp32":
         raise ConfigError(
-            f"ema_decay: averages are kept in fp32, but zero_optimization.offload_optimizer.state_dtype is {stored}; "
-            "set it to fp32, or leave ema_decay out"
+            "ema_decay: averages are kept in fp32, but zero_optimization.offload_optimizer.state_dtype is "
+            f"{state_dtype}; set it to fp32, or leave ema_decay out"
         )
     if config.bf16_masters:
         raise ConfigError(
@@ -150,13 +149,13 @@ def with_averages(rules: Rules, config: Config) -> Rules:
 
 
 def average_state(rule: Rule) -> str | None:
-    """The name of the plane from which averages are computed; None: there are none."""
+    """The name of the state from which averages are computed; None: there are none."""
     if isinstance(rule, EmaRule):
         return EMA
-    free = isinstance(rule, TiledRule) and issubclass(rule.kind, AdamWScheduleFree)
-    return OF_SCHEDULE_FREE if free else None
+    is_schedule_free = isinstance(rule, TiledRule) and issubclass(rule.kind, AdamWScheduleFree)
+    return OF_SCHEDULE_FREE if is_schedule_free else None
 
 
 def average_share(rule: Rule, group: Mapping[str, Any]) -> float:
-    """The plane's share in the average, lerp(weights, plane, share): 1 if the plane is the average."""
+    """The state's share in the average, lerp(weights, state, share): 1 if the state is the average."""
     return 1.0 if isinstance(rule, EmaRule) else averaging_factor(float(group["betas"][0]))

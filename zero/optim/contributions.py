@@ -3,7 +3,7 @@
 If the buffer's device can address the home, the contribution is stored there at once. From a GPU to the host it is
 copied while the device computes; the block sums are made on the device. If the disk can take it unchanged, it is
 written from its buffer. All others that are bound for the disk, and those that must be added to earlier contributions
-on the host, pass through chunks of the arena on the mover's loop. Gradients are added up in fp32 or, if
+on the host, pass through chunks of the host pool on the I/O loop. Gradients are added up in fp32 or, if
 `grad_accum_dtype` says so, in their own 16 bits: then each sum is made in fp32 and rounded.
 """
 
@@ -42,19 +42,18 @@ class Contribution:
 
     unit: Unit
     array: TieredArray
-    dtype: torch.dtype  # The dtype in which the plane holds this unit's gradient.
-    # The flat gradient, unit.numel elements of unit.dtype or the plane's dtype; garbage where none has arrived.
+    dtype: torch.dtype  # The dtype in which the array holds this unit's gradient.
+    # The flat gradient, unit.numel elements of unit.dtype or of `dtype`; garbage where none has arrived.
     buffer: torch.Tensor
     slots: list[Slot]
-    adds: list[bool]  # Per slot in `arrived`: is it added to an earlier contribution?
-    is_first: bool  # The plane holds nothing for this step yet.
+    adds: list[bool]  # Per slot in `slots`: is it added to an earlier contribution?
+    is_first: bool  # The array holds nothing for this step yet.
     sums: torch.Tensor  # Block sums, in host memory; rewritten wherever the gradient changes.
     has_device_sums: bool = False  # The device has made the sums, and they are being copied to the host.
     event: MaybeEvent = None  # After the work that filled the buffer.
     block: Block | None = None  # The leased memory of the buffer.
-    remaining_chunks: set[int] | None = (
-        None  # First elements of the chunks that are left to store; None: storing has not begun.
-    )
+    # First elements of the chunks that are still to be stored; None: storing has not begun.
+    remaining_chunks: set[int] | None = None
     future: IoFuture[None] | None = None  # The running attempt; None after a failure.
 
     @property
@@ -75,7 +74,7 @@ class ContributionStore:
         return self._streams.has_unified_memory or memory.device.type != "cpu"
 
     def store_in_memory(self, item: Contribution, home: torch.Tensor, sums: torch.Tensor) -> None:
-        """Store the whole contribution in addressable memory, and its sums in `sums` on the same device."""
+        """Store the full contribution in addressable memory, and its sums in `sums` on the same device."""
         stored = home.view(item.dtype)
         if item.block is None:  # it was collected in its home
             zero_gaps(stored, item.unit, item.slots, 0)
@@ -86,11 +85,11 @@ class ContributionStore:
     def copy_to_host(self, item: Contribution, home: torch.Tensor, sums: torch.Tensor) -> MaybeEvent:
         """Queue the copy of a first contribution from the device to `home`, which is pinned host memory.
 
-        Returns at once: a fence after the copies.
+        Returns at once: an event after the copies.
 
         Args:
             item: the first of its step.
-            home: the plane's memory.
+            home: the array's memory.
             sums: on the device, as long as item.sums.
         """
         unit, stored = item.unit, home.view(item.dtype)
@@ -100,9 +99,8 @@ class ContributionStore:
             self._streams.copy_to_host(stored, item.buffer, self._streams.record_event())
         else:
             self._widen_to_host(item, stored, sums)
-        return self._streams.copy_to_host(
-            item.sums, sums
-        )  # after the copy above, which waits for the kernel of the sums
+        # After the copy above, which waits for the kernel of the sums.
+        return self._streams.copy_to_host(item.sums, sums)
 
     def sum_on_device(self, item: Contribution, sums: torch.Tensor) -> None:
         """Make the sums of a first contribution on the device, so that `store` need not compute them on the host."""
@@ -119,33 +117,33 @@ class ContributionStore:
         while (block := pool.try_allocate(numel * width)) is None and numel > BLOCK_NUMEL:
             numel = max(numel // 2 // BLOCK_NUMEL, 1) * BLOCK_NUMEL  # other units' gradients may lie in between
         block = block or pool.allocate(numel * width, f"gradient of {unit.name}")
-        copied: MaybeEvent = None
+        copy_event: MaybeEvent = None
         with streams.copy_to_host_stream(streams.record_event(), *block.events):
             for lo in range(0, unit.numel, numel):
                 hi = min(lo + numel, unit.numel)
-                streams.wait_events(copied)  # the chunk before has left; on a device the stream has this order anyway
+                streams.wait_events(copy_event)  # the chunk before is copied; a device's stream has this order anyway
                 wide = block.view(item.dtype, hi - lo)
                 kernels.cast_sumsq(wide, item.buffer[lo:hi], into=rows_of(sums, lo, hi))
-                copied = streams.copy_to_host(stored[lo:hi], wide)
-        block.free(copied)
+                copy_event = streams.copy_to_host(stored[lo:hi], wide)
+        block.free(copy_event)
 
     async def store(self, item: Contribution) -> None:
-        """Store the chunks that are left, or add them, through the arena.
+        """Store the remaining chunks, or add them, through the host pool.
 
         If the old values of a chunk cannot be read, the chunk is untouched, and the next attempt continues there. If a
-        chunk cannot be written, it is complete in memory: the plane keeps a copy until the write succeeds. If the
+        chunk cannot be written, it is complete in memory: the array keeps a copy until the write succeeds. If the
         device is still copying to the same place, that copy arrives before the chunk: copies to the host are ordered.
 
         Raises StorageError: the error of the first chunk that failed.
         """
-        at_once = self._can_write_directly(item)
-        store = self._write_piece if at_once else self._store_chunk
+        writes_directly = self._can_write_directly(item)
+        store_part = self._write_piece if writes_directly else self._store_chunk
         run, width_bytes = (item.unit.begin, item.unit.end), item.buffer.element_size()
-        numel = PIECE_NUMEL if at_once else self._chunk_numel(item.array.memory(*run), item.dtype, width_bytes)
+        numel = PIECE_NUMEL if writes_directly else self._chunk_numel(item.array.memory(*run), item.dtype, width_bytes)
         if item.remaining_chunks is None:
             item.remaining_chunks = set(range(0, item.unit.numel, numel))
         await _for_each_chunk(
-            sorted(item.remaining_chunks), lambda lo: store(item, lo, min(lo + numel, item.unit.numel))
+            sorted(item.remaining_chunks), lambda lo: store_part(item, lo, min(lo + numel, item.unit.numel))
         )
 
     def _can_write_directly(self, item: Contribution) -> bool:
@@ -159,7 +157,7 @@ class ContributionStore:
         zero_gaps(piece, unit, item.slots, lo)
         kernels.block_sumsq(piece, rows_of(item.sums, lo, hi), threads=self._threads)
         if item.remaining_chunks is not None:
-            item.remaining_chunks.discard(lo)  # even if the write fails: then the plane keeps a copy
+            item.remaining_chunks.discard(lo)  # even if the write fails: then the array keeps a copy
         await _write_or_strand(item.array, (unit.begin + lo, unit.begin + hi), piece.view(torch.uint8))
 
     async def _store_chunk(self, item: Contribution, lo: int, hi: int) -> None:
@@ -184,9 +182,9 @@ class ContributionStore:
     async def _staged_chunk(
         self, array: TieredArray, run: tuple[int, int], passing_bytes: int, *, first: bool
     ) -> AsyncIterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(the plane's bytes of the run, memory for `passing_bytes`); at the end, unless it failed, the run is stored.
+        """(the array's bytes of the run, memory for `passing_bytes`); at the end, unless it failed, the run is stored.
 
-        Raises StorageError: the read failed, and nothing has changed; or the write failed, and the plane keeps a copy.
+        Raises StorageError: the read failed, and nothing has changed; or the write failed, and the array keeps a copy.
         """
         memory = array.memory(*run)
         stored_bytes = 0 if memory is not None else array.nbytes(*run)
@@ -205,14 +203,14 @@ class ContributionStore:
         """Elements handled at a time, whole blocks.
 
         Args:
-            home: memory of the plane, if it is in memory: then the stored elements need no room in the arena.
+            home: memory of the array, if it is in memory: then the stored elements need no room in the host pool.
             dtype: of the stored elements.
-            passing_bytes: additional bytes of the arena for each element.
+            passing_bytes: additional bytes of the host pool for each element.
         """
         if self._streams.has_unified_memory:
             return CHUNK_NUMEL
-        arena_bytes = self._storage.plan.host_pool_bytes
-        nbytes = device_chunk_bytes(arena_bytes) if home is None else min(SUM_CHUNK_BYTES, arena_bytes // 2)
+        pool_bytes = self._storage.plan.host_pool_bytes
+        nbytes = device_chunk_bytes(pool_bytes) if home is None else min(SUM_CHUNK_BYTES, pool_bytes // 2)
         width_bytes = passing_bytes + (dtype.itemsize if home is None else 0)
         return max(nbytes // width_bytes // BLOCK_NUMEL, 1) * BLOCK_NUMEL
 
@@ -230,9 +228,9 @@ class ContributionStore:
             zero_gaps(source, item.unit, item.slots, lo)
             kernels.reduce_ranks(stored, [source], add=True, into=into, threads=self._threads)  # in one pass
             return
-        for slot, again in zip(item.slots, item.adds, strict=True):
+        for slot, adds in zip(item.slots, item.adds, strict=True):
             begin, end = max(slot.offset_numel, lo) - lo, min(slot.end_numel, hi) - lo
-            if begin < end and again:
+            if begin < end and adds:
                 add_up(stored[begin:end], source[begin:end], self._threads)
             elif begin < end:
                 kernels.cast(stored[begin:end], source[begin:end], threads=self._threads)
@@ -249,25 +247,24 @@ class ContributionStore:
         first: bool,
         rounds: bool = False,
     ) -> None:
-        """Store `scale` times the sum of `sources` as this rank's slice of a gradient, or add it there.
+        """Store `scale` times the sum of `sources` as this rank's shard of a gradient, or add it there.
 
         Raises StorageError: the error of the first chunk that failed.
 
         Args:
             unit: the unit of the gradient.
-            home: its plane, and the dtype in which the plane holds the gradient.
+            home: its array, and the dtype in which the array holds the gradient.
             sources: (unit.shard_numel,) each, added up in this order.
             scale: factor of the sum.
             sums: rewritten.
-            first: the plane holds nothing for this step yet.
+            first: the array holds nothing for this step yet.
             rounds: the scaled sum is rounded to the unit's dtype before it is stored or added.
         """
-        plane, dtype = home
-        if (
-            rounds and not self._streams.has_unified_memory
-        ):  # on a device only this rank uses the sources: they may be overwritten
+        array, dtype = home
+        if rounds and not self._streams.has_unified_memory:
+            # On a device only this rank uses the sources: they may be overwritten.
             sources, scale, rounds = [_rounded_sum(sources[0], sources, scale, unit.dtype)], 1.0, False
-        memory = plane.memory(unit.begin, unit.end)
+        memory = array.memory(unit.begin, unit.end)
         if not rounds and self.can_address(memory, sources[0]) and memory is not None:
             into = sums if self._streams.has_unified_memory else torch.empty_like(sums, device=memory.device)
             stored = memory.view(dtype)
@@ -286,13 +283,13 @@ class ContributionStore:
                 parts, factor = [_rounded_sum(torch.empty_like(parts[0]), parts, scale, unit.dtype)], 1.0
             passing_bytes = 0 if self._streams.has_unified_memory else parts[0].nbytes
             run = unit.begin + lo, unit.begin + hi
-            async with self._staged_chunk(plane, run, passing_bytes, first=first) as (raw, passing):
+            async with self._staged_chunk(array, run, passing_bytes, first=first) as (raw, passing):
                 if passing_bytes:
-                    copied = passing.view(parts[0].dtype)
+                    host_part = passing.view(parts[0].dtype)
                     await self._streams.synchronize(
-                        self._streams.copy_to_host(copied, parts[0], self._streams.record_event())
+                        self._streams.copy_to_host(host_part, parts[0], self._streams.record_event())
                     )
-                    parts = [copied]
+                    parts = [host_part]
                 stored, into = raw.view(dtype), rows_of(sums, lo, hi)
                 job = partial(reduce_into, stored, parts, factor, into, self._threads, first=first)
                 await self._streams.compute_on_host(job)
@@ -318,7 +315,7 @@ class ContributionStore:
 
 
 async def _write_or_strand(array: TieredArray, run: tuple[int, int], raw: torch.Tensor) -> None:
-    """Write to the plane. Raises StorageError: the plane keeps a copy until the write succeeds."""
+    """Write to the array. Raises StorageError: the array keeps a copy until the write succeeds."""
     try:
         await array.write(*run, raw)
     except StorageError as error:
@@ -333,10 +330,10 @@ def add_up(stored: torch.Tensor, source: torch.Tensor, threads: int) -> None:
         kernels.accumulate(stored, source, threads=threads)
         return
     wide = torch.empty(min(stored.numel(), CHUNK_NUMEL), dtype=torch.float32, device=stored.device)
-    for kept, part in zip(torch.split(stored, CHUNK_NUMEL), torch.split(source, CHUNK_NUMEL), strict=True):
-        total = wide[: kept.numel()]
-        kernels.accumulate(total, part, kept, threads=threads)
-        kernels.cast(kept, total, threads=threads)
+    for chunk, part in zip(torch.split(stored, CHUNK_NUMEL), torch.split(source, CHUNK_NUMEL), strict=True):
+        total = wide[: chunk.numel()]
+        kernels.accumulate(total, part, chunk, threads=threads)
+        kernels.cast(chunk, total, threads=threads)
 
 
 def reduce_into(
@@ -354,10 +351,10 @@ def reduce_into(
         return
     wide = torch.empty(min(stored.numel(), CHUNK_NUMEL), dtype=torch.float32, device=stored.device)
     for lo in range(0, stored.numel(), CHUNK_NUMEL):
-        kept = stored[lo : lo + CHUNK_NUMEL]
-        total = wide[: kept.numel()]
+        chunk = stored[lo : lo + CHUNK_NUMEL]
+        total = wide[: chunk.numel()]
         kernels.reduce_ranks(total, [part[lo : lo + CHUNK_NUMEL] for part in sources], scale=scale, threads=threads)
-        add_up(kept, total, threads)
+        add_up(chunk, total, threads)
     kernels.block_sumsq(stored, into, threads=threads)
 
 
@@ -381,20 +378,20 @@ def zero_gaps(flat: torch.Tensor, unit: Unit, slots: Iterable[Slot], lo: int) ->
 
 
 async def _for_each_chunk(chunks: Iterable[int], store_chunk: Callable[[int], Awaitable[None]]) -> None:
-    """Call `store_chunk` for each chunk, a few at a time, begun in this order.
+    """Call `store_chunk` for each chunk, a few at a time, in this order.
 
-    Raises the first error after all are over; one that loses something before one that does not.
+    Raises the first error after all are over; an error that loses something takes precedence.
     """
     errors: list[StorageError] = []
-    rest = iter(chunks)
+    remaining = iter(chunks)
 
-    async def some() -> None:
-        for lo in rest:
+    async def store_remaining() -> None:
+        for lo in remaining:
             try:
                 await store_chunk(lo)
             except StorageError as error:
                 errors.append(error)
 
-    await await_all([some() for _ in range(CHUNKS_IN_FLIGHT)])
+    await await_all([store_remaining() for _ in range(CHUNKS_IN_FLIGHT)])
     if errors:
         raise min(errors, key=lambda error: error.is_in_memory)

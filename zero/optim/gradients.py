@@ -1,7 +1,7 @@
-"""Gradients from autograd into the gradient plane.
+"""Gradients from autograd into the tiered array of gradients.
 
-The first contribution is kept as produced; from the second on, contributions are accumulated in fp32. A parameter that
-contributed nothing since the last step is marked as such: the optimizer skips it, as torch does. Block sums of squares
+The first contribution is stored as produced; from the second on, contributions are accumulated in fp32. A parameter
+without a contribution since the last step is marked: the optimizer skips it, as torch does. Block sums of squares
 are rewritten whenever a unit's gradient is rewritten, so the step never reads it again for the norm.
 
 A step seals the collected gradients: updates that run after the step read them. A gradient of the next step that needs
@@ -48,35 +48,33 @@ class UnitGradient:
 
     unit: Unit
     array: TieredArray
-    dtype: torch.dtype  # The dtype in which the plane holds this unit's gradient.
+    dtype: torch.dtype  # The dtype in which the array holds this unit's gradient.
     narrow_array: TieredArray
-    contributions: list[int]  # Per slot, the number of contributions that the plane holds.
-    sums: torch.Tensor  # Block sums of the plane's gradient, in host memory.
+    contributions: list[int]  # Per slot, the number of contributions that the array holds.
+    sums: torch.Tensor  # Block sums of the array's gradient, in host memory.
     is_stored: bool = False  # A contribution has been stored since the last step.
     # Slots whose latest contributions wait in `buffer`, in order -> how many contributions: one, unless `accumulates`.
     buffered_counts: dict[int, int] = field(default_factory=dict)
-    # Flat gradient, unit.numel elements: of unit.dtype, or of the plane's dtype if `accumulates`.
+    # Flat gradient, unit.numel elements: of unit.dtype, or of the array's dtype if `accumulates`.
     buffer: torch.Tensor | None = None
-    accumulates: bool = (
-        False  # Contributions are added up in `buffer`: the plane held nothing when the buffer was opened.
-    )
-    # The leased memory of `buffer`, with room for its sums on a GPU; None if `buffer` is the plane's own memory.
+    # Contributions are added up in `buffer`: the array held nothing when the buffer was opened.
+    accumulates: bool = False
+    # The leased memory of `buffer`, with room for its sums on a GPU; None if `buffer` is the array's own memory.
     block: Block | None = None
     stream: Any = None  # On a GPU, the stream on which the buffer is being filled.
-    pending_store: PendingStore | None = (
-        None  # The contribution that is being stored; its block is leased until that succeeds.
-    )
+    # The contribution that is being stored; its block is leased until that succeeds.
+    pending_store: PendingStore | None = None
     copy_event: MaybeEvent = None  # After the device's copies to the host, sums included.
     step_gradient: StepGradient | None = None
 
     @property
     def is_empty(self) -> bool:
-        """True if the plane holds nothing for this step."""
+        """True if the array holds nothing for this step."""
         return not self.is_stored
 
 
 class PendingStore(Protocol):
-    """A gradient that is being stored in its plane."""
+    """A gradient that is being stored in its array."""
 
     block: Block | None
     future: IoFuture[None] | None  # The running attempt; None after a failure.
@@ -93,15 +91,16 @@ class Gradients:
 
     Attributes:
         has_deferred: gradients of an earlier backward of this step wait to be reduced.
-        has_lost: since `clear`, a gradient could not be reduced, and cannot be again.
+        has_lost: since `clear`, a gradient could not be reduced, and never can be.
         failure: with several ranks, the first failed transfer since `clear`; the next step reports it to all ranks.
-        is_interleaved: in this backward several micro-batches pass each unit before it is `on_unit_backward_end`.
-        apply_update: called with a unit whose sealed gradient occupies its place; must not return before an update used it.
-        reclaim_memory: called with a unit whose gradient needs its memory now; must not return before the memory is free.
-        arrival_order: (unit, position of the slot), in the order in which the first gradients since the last step arrived.
-        factors: parameter index -> factor that user code has given its gradient (None: it was dropped) and that the
-            collected values do not contain yet. The same on all ranks.
-        epoch: another number, of all engines, each time that all gradients were used or dropped.
+        is_interleaved: in this backward several micro-batches pass each unit before `on_unit_backward_end`.
+        apply_update: called with a unit whose sealed gradient occupies its place; returns after an update has used it.
+        reclaim_memory: called with a unit whose gradient needs its memory now; returns when the memory is free.
+        arrival_order: (unit, position of the slot), in the order in which the first gradients since the last step
+            arrived.
+        factors: parameter index -> factor by which user code has multiplied its gradient (None: it was dropped) and
+            that the collected values do not contain yet. The same on all ranks.
+        epoch: a new number, unique among all engines, each time that all gradients were used or dropped.
     """
 
     has_deferred = is_interleaved = has_lost = False
@@ -117,25 +116,23 @@ class Gradients:
         self.epoch = next(EPOCHS)
         self._filling_streams: set[Any] = set()  # Streams that have written gradients since the last step.
         self._units: dict[int, UnitGradient] = {}
-        self._pending_stores: dict[
-            int, None
-        ] = {}  # Units that the mover is storing, in the order in which it was asked.
-        self._busy_units: set[int] = (
-            set()
-        )  # All units with a buffer, or with something on its way; perhaps also others.
+        # Units that the I/O loop is storing, in the order of the requests.
+        self._pending_stores: dict[int, None] = {}
+        # All units with a buffer, a pending store or a running copy; perhaps also others.
+        self._busy_units: set[int] = set()
         self._wide_arrays: dict[int, TieredArray] = {}
         for unit in layout.units:
-            plane = storage.gradients[layout.space_of(unit)] if unit.trainable else None
-            if plane is not None:
+            array = storage.gradients[layout.space_of(unit)] if unit.trainable else None
+            if array is not None:
                 dtype, sums = storage.gradient_dtype(unit), storage.square_sums(unit)
-                self._units[unit.index] = UnitGradient(unit, plane, dtype, plane, [0] * len(unit.slots), sums)
+                self._units[unit.index] = UnitGradient(unit, array, dtype, array, [0] * len(unit.slots), sums)
 
     # ---- arrival ------------------------------------------------------------------------------
 
     def add_gradient(
         self, index: int, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None, divisor: float = 1.0
     ) -> bool:
-        """Take one parameter's gradient. True if every slot of the unit has arrived, and no more is to be added.
+        """Collect one parameter's gradient. True if every slot of the unit has arrived, and nothing will be added.
 
         Args:
             index: the unit.
@@ -170,7 +167,7 @@ class Gradients:
         return len(state.buffered_counts) == len(state.unit.slots) and not state.accumulates
 
     def flush(self, index: int) -> None:
-        """Store the gradients that have arrived in the plane; a later contribution opens the unit again."""
+        """Store the gradients that have arrived in the array; a later contribution opens the unit again."""
         state = self._units.get(index)
         if state is None or state.buffer is None:
             return
@@ -205,9 +202,9 @@ class Gradients:
 
     def _take_contribution(self, state: UnitGradient, buffer: torch.Tensor) -> Contribution:
         """Return the gradients that have arrived as one contribution; the unit can be opened again."""
-        arrived = [state.unit.slots[position] for position in state.buffered_counts]
-        again = [state.contributions[position] > 0 for position in state.buffered_counts]
-        item = Contribution(state.unit, state.array, state.dtype, buffer, arrived, again, state.is_empty, state.sums)
+        slots = [state.unit.slots[position] for position in state.buffered_counts]
+        adds = [state.contributions[position] > 0 for position in state.buffered_counts]
+        item = Contribution(state.unit, state.array, state.dtype, buffer, slots, adds, state.is_empty, state.sums)
         item.block = state.block
         for position, count in state.buffered_counts.items():
             state.contributions[position] += count
@@ -246,7 +243,7 @@ class Gradients:
         self.is_interleaved = False
 
     def finish_for_step(self) -> None:
-        """Flush and settle all gradients: a step is about to be fixed. Raises StorageError."""
+        """Flush all gradients and wait until they are stored: a step is about to be decided. Raises StorageError."""
         self.flush_all()
         self.wait_until_stored()
 
@@ -264,8 +261,8 @@ class Gradients:
                 self._busy_units.discard(state.unit.index)
 
     def clear(self) -> None:
-        """Drop the contributions since the last step: after zero_grad. Gradients that a step has sealed stay."""
-        for stream in self._filling_streams:  # of a backward that was aborted: nobody has waited for it
+        """Drop the contributions since the last step: after zero_grad. Gradients that a step has sealed remain."""
+        for stream in self._filling_streams:  # of a backward that was aborted: no other code has waited for it
             self._streams.wait_stream(stream)
         self._filling_streams.clear()
         for state in self._units.values():
@@ -282,7 +279,7 @@ class Gradients:
         self.has_lost, self.failure = False, None
 
     def hand_to_step(self) -> None:
-        """A step takes the present gradients; the caller has flushed and settled all."""
+        """Seal the present gradients for a step; the caller has flushed all and waited until they are stored."""
         for state in self._units.values():
             state.step_gradient = None if state.is_empty else StepGradient(state.array, state.dtype)
             self._reset_state(state)
@@ -311,13 +308,13 @@ class Gradients:
         return self._units[unit.index]
 
     def unreduced_gradients(self, only: int | None = None) -> dict[int, torch.Tensor]:
-        """Unit index -> a whole gradient of this rank that is not reduced yet, on the host; `only`: of one unit."""
+        """Unit index -> this rank's full gradient that is not reduced yet, on the host; `only`: of one unit."""
         return {}
 
     def free_pool_memory(self, *, drop_unreduced: bool) -> dict[int, torch.Tensor]:
-        """Give all memory of `gradient_pool` back. `drop_unreduced`: drop the `unreduced_gradients` gradients too, and return them.
+        """Free all memory of `gradient_pool`.
 
-        `restore_unreduced` takes them again.
+        `drop_unreduced`: drop the unreduced gradients too, and return them, for `restore_unreduced`.
         """
         return {}
 
@@ -332,14 +329,14 @@ class Gradients:
             self._reset_state(state)
 
     def restore_unreduced(self, index: int, flat: torch.Tensor) -> None:
-        """Let `flat`, a whole gradient of (unit.numel,), wait to be reduced again, as `unreduced_gradients` returned it.
+        """Let `flat`, a full gradient of (unit.numel,), wait to be reduced again, as `unreduced_gradients` returned it.
 
         Raises StateError: with one rank nothing waits.
         """
         raise StateError(f"gradient of unit {index}: nothing waits to be reduced with one rank")
 
     def read_stored(self, state: UnitGradient, begin: int, end: int) -> torch.Tensor:
-        """Copy to the host the plane's gradient at coordinates [begin, end) of a unit. Raises StorageError."""
+        """Copy to the host the stored gradient at coordinates [begin, end) of a unit. Raises StorageError."""
         lo, hi = begin // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(end, BLOCK_NUMEL), state.unit.end)
         memory = state.array.memory(lo, hi)
         if memory is None:
@@ -349,7 +346,7 @@ class Gradients:
         return memory.view(state.dtype)[begin - lo : end - lo].to("cpu", copy=True)
 
     def write_stored(self, state: UnitGradient, begin: int, values: torch.Tensor) -> None:
-        """Store `values` (in the plane's dtype, whole blocks) from coordinate `begin` on. Raises StorageError."""
+        """Store `values` (in the array's dtype, whole blocks) from coordinate `begin` on. Raises StorageError."""
         unit, end = state.unit, begin + values.numel()
         kernels.block_sumsq(values, into=rows_of(state.sums, begin - unit.begin, end - unit.begin))
         job = write_array(state.array, begin, end, values.view(torch.uint8), self._storage.host_pool)
@@ -357,7 +354,7 @@ class Gradients:
         state.is_stored = True
 
     def make_wide(self, state: UnitGradient) -> None:
-        """Give a unit that holds nothing yet an fp32 home. Raises BudgetError: there is no room for one."""
+        """Make an fp32 home for a unit that holds nothing yet. Raises BudgetError: there is no room for one."""
         if state.dtype != torch.float32:
             state.array, state.dtype = self._wide_array(state.unit), torch.float32
 
@@ -374,7 +371,7 @@ class Gradients:
         return [count > 0 for count in self._units[index].contributions]
 
     def has_gradient(self, unit: Unit, slot: Slot) -> bool:
-        """True if the slot has a gradient, as far as this rank knows without asking; it may be in flight."""
+        """True if the slot has a gradient, as far as this rank knows without a message; it may be in flight."""
         state = self._units.get(unit.index)
         return state is not None and self.factors.get(slot.index, 1.0) is not None and self._has_gradient(state, slot)
 
@@ -386,8 +383,8 @@ class Gradients:
         if not self.factors:
             return 1.0
         slots = ((state, slot) for state in self._units.values() for slot in state.unit.slots)
-        found = {self.factors.get(slot.index, 1.0) for state, slot in slots if self._has_gradient(state, slot)}
-        return found.pop() if len(found) == 1 else None
+        factors = {self.factors.get(slot.index, 1.0) for state, slot in slots if self._has_gradient(state, slot)}
+        return factors.pop() if len(factors) == 1 else None
 
     def step_gradient(self, index: int) -> StepGradient:
         """The unit's gradient of the last step, until its update has used it.
@@ -400,7 +397,7 @@ class Gradients:
         return state.step_gradient
 
     def square_sum(self) -> SquareSum:
-        """Sum of squares over this rank's slices."""
+        """Sum of squares over this rank's shards."""
         return SquareSum.merge(SquareSum.from_rows(state.sums) for state in self._units.values() if state.is_stored)
 
     # ---- inside -------------------------------------------------------------------------------
@@ -436,8 +433,9 @@ class Gradients:
         """Lease device memory; the current stream may use it at once."""
         pool = self._storage.gradient_pool
         block = pool.try_allocate(nbytes)
-        asked = [self._units[index] for index in self._pending_stores]  # the mover finishes the first of them first
-        for other in (*asked, *self._units.values()):
+        # The I/O loop finishes the pending stores in this order.
+        pending = [self._units[index] for index in self._pending_stores]
+        for other in (*pending, *self._units.values()):
             if block is not None:
                 break
             # The pool is small on purpose: units with open buffers are flushed, and open again if needed.
@@ -454,24 +452,24 @@ class Gradients:
         item.future = self._storage.io_loop.submit(f"storing the gradient of {state.unit.name}", job)
 
     def _wait_for_store(self, state: UnitGradient) -> None:
-        """Wait until the mover has stored the unit's contribution. After a failure the next call tries again.
+        """Wait until the I/O loop has stored the unit's contribution. After a failure the next call tries again.
 
-        Blocks are released here and not by the mover: one thread owns the pool.
+        Blocks are freed here and not on the I/O loop: one thread owns the pool.
         """
         item = state.pending_store
         if item is None:
             return
         if item.future is None and isinstance(item, Contribution):
             self._start_store(state, item)
-        transfer = item.future
-        if transfer is None:
+        future = item.future
+        if future is None:
             raise StateError(f"gradient of {state.unit.name}: nothing is on its way")
         try:
-            transfer.result()
+            future.result()
         finally:
-            if transfer.done():
+            if future.done():
                 item.future = None
-            if transfer.done() and item.is_done:
+            if future.done() and item.is_done:
                 state.pending_store = None
                 self._pending_stores.pop(state.unit.index, None)
                 if item.block is not None:
@@ -502,7 +500,7 @@ GradientPlace = tuple[UnitGradient, Slot, int]
 
 
 def move_gradients(old: Gradients, new: Gradients, new_index_of: dict[int, int]) -> None:
-    """Move the gradients accumulated since the last step; both sides are at rest, and `new` is empty.
+    """Move the gradients accumulated since the last step; nothing is in flight on either side, and `new` is empty.
 
     Raises StorageError: `old` is unchanged. `new_index_of`: parameter index in the layout of `old` -> index in the
     layout of `new`; other parameters have no place there.
@@ -513,11 +511,11 @@ def move_gradients(old: Gradients, new: Gradients, new_index_of: dict[int, int])
             if count and slot.index in new_index_of:
                 sources.setdefault(new_index_of[slot.index], []).append((state, slot, count))
     for state in new.states():
-        held = [
+        slot_places = [
             [p for p in sources.get(s.index, []) if _common_elements(p[1], s) or not s.numel] for s in state.unit.slots
         ]
-        if any(held):
-            _copy_gradients(old, new, state, held)
+        if any(slot_places):
+            _copy_gradients(old, new, state, slot_places)
 
 
 def _copy_gradients(

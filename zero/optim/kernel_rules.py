@@ -104,29 +104,29 @@ class KernelRule(TiledRule):
         """One kernel call for all segments that use the same states; tiles for segments that are not covered."""
         native = kernels.native_on(run.weight.device)
         by_states: dict[tuple[str, ...], list[Segment]] = {}
-        tiled = []
+        tiled_segments = []
         for begin, end, values in run.segments:
             used = self._row.states(values.options)
             if not native or any(values.options.get(key) for key in NOT_COVERED):
-                tiled.append((begin, end, values))
+                tiled_segments.append((begin, end, values))
                 continue
             missing = self._missing(used, values)
             for name in missing:
-                plane: Tensor = run.states.tensors[self.states.index(name)]
-                plane[begin:end].fill_(self.fills.get(name, 0.0))
+                array: Tensor = run.states.tensors[self.states.index(name)]
+                array[begin:end].fill_(self.fills.get(name, 0.0))
             by_states.setdefault(used, []).append(self._segment(begin, end, values))
-        planes = dict(zip(self.states, run.states.tensors, strict=True))
+        arrays = dict(zip(self.states, run.states.tensors, strict=True))
         for used, segments in by_states.items():
-            states = [planes[name] if name in used else None for name in self._row.formula.states]
+            states = [arrays[name] if name in used else None for name in self._row.formula.states]
             operands = run.weight, run.master, states, run.gradient, segments
             kernels.update(self._row.formula, *operands, grad_scale=grad_scale, threads=threads)
-        if tiled:
-            super().update_run(run._replace(segments=tiled), grad_scale, threads)
+        if tiled_segments:
+            super().update_run(run._replace(segments=tiled_segments), grad_scale, threads)
 
     def _missing(self, used: tuple[str, ...], values: TileValues) -> list[str]:
-        """The planes that begin with this update."""
-        known = () if values.progress is None else values.progress.present
-        return [name for name in used if name not in known]
+        """The array states that begin with this update."""
+        present = () if values.progress is None else values.progress.present
+        return [name for name in used if name not in present]
 
     def _segment(self, begin: int, end: int, values: TileValues) -> Segment:
         scalars = {} if values.progress is None else dict(values.progress.scalars)

@@ -1,4 +1,4 @@
-"""The loss scale: it keeps fp16 gradients from vanishing, and follows the steps that overflow.
+"""The loss scale: it keeps fp16 gradients from vanishing, and changes when steps overflow.
 
 [Note: rule] The rule is DeepSpeed's. Overflows first use up the hysteresis, one by one. Then each overflow halves the
 scale, down to the minimum, where a further overflow is an error. After a window of steps without overflow the scale
@@ -36,7 +36,7 @@ class LossScaler:
     """The scale of one engine's loss.
 
     Attributes:
-        dynamic: the scale follows the overflows.
+        dynamic: overflows change the scale.
         scale_window: number of steps without overflow after which the scale grows.
         skips_first_step: the first of these steps does not count.
         delayed_shift: number of overflows until the scale shrinks.
@@ -77,7 +77,7 @@ class LossScaler:
         return self.delayed_shift == 1 or self.cur_hysteresis == 1
 
     def must_skip(self, norm: float) -> bool:
-        """True: a step with gradients of this norm is not taken."""
+        """True: a step with gradients of this norm must not change the weights."""
         return self.skips_nonfinite and not math.isfinite(norm)
 
     def update_scale(self, *, overflow: bool) -> None:

@@ -21,11 +21,12 @@ def scheduler_for(scheduler: Any, optimizer: torch.optim.Optimizer | None, confi
 
     As in DeepSpeed, a scheduler that the user passes has priority over the configuration's.
 
-    Raises ConfigError: the given object cannot be stepped, its class does not take the values, or a callable was given
-    and there is no optimizer.
+    Raises ConfigError: the object cannot be stepped, its class does not accept the values, or a callable was passed
+    without an optimizer.
 
     Args:
-        scheduler: argument of `initialize`: an object with `step()`, a callable that makes one from the optimizer, or None.
+        scheduler: argument of `initialize`: an object with `step()`, a callable that makes one from the optimizer, or
+            None.
         optimizer: the engine's. It has the param groups of an optimizer that the user passed.
         config: its `scheduler` block is the other source.
     """
@@ -40,22 +41,22 @@ def scheduler_for(scheduler: Any, optimizer: torch.optim.Optimizer | None, confi
     if scheduler is not None and optimizer is None:
         raise ConfigError("lr_scheduler: expected an optimizer too, got none; add one to the config or pass one")
     if scheduler is not None:
-        made = check_scheduler(scheduler(optimizer))
-        if not hasattr(made, "step"):
-            raise ConfigError(f"lr_scheduler: expected a callable that returns an object with step(), got {made!r}")
-        return made
+        schedule = check_scheduler(scheduler(optimizer))
+        if not hasattr(schedule, "step"):
+            raise ConfigError(f"lr_scheduler: expected a callable that returns an object with step(), got {schedule!r}")
+        return schedule
     return None if optimizer is None or not configured else _from_config(optimizer, config)
 
 
 def _check_same_optimizer(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> Any:
     """Return `scheduler`; raises ConfigError if it changes rates of another optimizer only."""
-    driven = getattr(scheduler, "optimizer", None)
-    if optimizer is not None and isinstance(driven, torch.optim.Optimizer):
-        used = {id(group) for group in optimizer.param_groups}
-        if used.isdisjoint(map(id, driven.param_groups)):
+    own_optimizer = getattr(scheduler, "optimizer", None)
+    if optimizer is not None and isinstance(own_optimizer, torch.optim.Optimizer):
+        group_ids = {id(group) for group in optimizer.param_groups}
+        if group_ids.isdisjoint(map(id, own_optimizer.param_groups)):
             raise ConfigError(
                 f"lr_scheduler: expected a schedule of the optimizer that is used, got a {type(scheduler).__name__} of "
-                f"another {type(driven).__name__}, so that the rates would stay; pass that optimizer too, or a "
+                f"another {type(own_optimizer).__name__}, so that the rates would stay; pass that optimizer too, or a "
                 "callable that makes the schedule: lambda optimizer: ..."
             )
     return scheduler
@@ -109,13 +110,13 @@ def step_scheduler(scheduler: Any, arguments: Mapping[str, Any], samples: int) -
 
     Args:
         scheduler: with `step`.
-        arguments: arguments of its step, as given by the user.
+        arguments: the user's arguments of its step.
         samples: number of samples of an optimizer step; for a scheduler that counts them (Megatron's), as in DeepSpeed.
     """
     # The scheduler may belong to the optimizer that the user passed: torch would warn that this was never stepped.
-    behind = getattr(scheduler, "optimizer", None)
-    if isinstance(behind, torch.optim.Optimizer):
-        behind._opt_called = True  # type: ignore[attr-defined]
+    own_optimizer = getattr(scheduler, "optimizer", None)
+    if isinstance(own_optimizer, torch.optim.Optimizer):
+        own_optimizer._opt_called = True  # type: ignore[attr-defined]
     if not arguments and _needs_argument(scheduler.step):
         scheduler.step(samples)
     else:
@@ -124,8 +125,8 @@ def step_scheduler(scheduler: Any, arguments: Mapping[str, Any], samples: int) -
 
 def _needs_argument(step: Callable[..., Any]) -> bool:
     try:
-        known = inspect.signature(step).parameters.values()
+        parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):  # not written in Python
         return False
-    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return any(each.default is inspect.Parameter.empty and each.kind in places for each in known)
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(p.default is inspect.Parameter.empty and p.kind in positional for p in parameters)

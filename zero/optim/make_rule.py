@@ -49,7 +49,7 @@ _PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
 # Steps: enough for parts that begin later, such as RAdam's adaptive rate, or slow weights every sixth step.
 SHAPE, HALF, STEPS = (8, 16), 64, 12
 TRIAL_LR = 1e-2
-# Scales of the weights: with one scale alone, a bounded ratio of norms may be at its bound, for the whole and halves.
+# Scales of the weights: with one scale alone, a bounded ratio of norms may be at its bound, for the matrix and halves.
 SCALES = (1.0, 1 / 32, 32.0)
 EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8)
 OWN_CLASSES: Mapping[str, Callable[..., torch.optim.Optimizer]] = {  # with DeepSpeed's defaults
@@ -81,17 +81,16 @@ def make_trained_parameters(
     if optimizer is not None:
         trained = _from_optimizer(optimizer, model_parameters, model, config)
     elif config.optimizer is not None:
-        given: list[Any] = list(model.parameters() if model_parameters is None else model_parameters)
-        groups = _make_groups(given, model)
+        entries: list[Any] = list(model.parameters() if model_parameters is None else model_parameters)
+        groups = _make_groups(entries, model)
         frozen = WeakTensorKeyDictionary()
         for number, group in enumerate(groups):
             frozen.update({p: number for p in group["params"] if not p.requires_grad})
             group["params"] = [p for p in group["params"] if p.requires_grad]
         trained = _from_config(config, config.optimizer, groups, model)
-        if given and isinstance(given[0], dict) and len(trained.rules.each) == 1:  # Muon makes groups of its own
-            groups = (
-                trained.groups if frozen else _update_callers_groups(given, trained.groups)
-            )  # the caller's keep what is frozen
+        if entries and isinstance(entries[0], dict) and len(trained.rules.each) == 1:  # Muon makes groups of its own
+            # With frozen parameters the caller's groups do not change: they also have the frozen ones.
+            groups = trained.groups if frozen else _update_callers_groups(entries, trained.groups)
             trained = replace(trained, groups=groups, frozen=frozen)
     else:
         return None
@@ -107,8 +106,8 @@ def _from_optimizer(
 ) -> TrainedParameters:
     frozen = WeakTensorKeyDictionary()
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        given = list(model.parameters() if model_parameters is None else model_parameters)
-        optimizer = optimizer(_without_frozen(given, frozen))
+        entries = list(model.parameters() if model_parameters is None else model_parameters)
+        optimizer = optimizer(_without_frozen(entries, frozen))
     if isinstance(optimizer, ExternalStateOptimizer):
         raise ConfigError(
             f"optimizer: expected a fresh torch.optim.Optimizer, got the {type(optimizer).__name__} that an engine, or "
@@ -124,20 +123,21 @@ def _from_optimizer(
 
 
 def _without_frozen(entries: Sequence[Any], frozen: MutableMapping[Tensor, int]) -> list[Any]:
-    """The parameters, or groups, without those that are frozen: what is in a group gets states and gradients.
+    """The parameters, or groups, without frozen parameters: each parameter in a group gets states and gradients.
 
-    `frozen`: gets the parameters that are left out, with the numbers of their groups. Names may stand before them.
+    `entries`: parameters, (name, parameter) pairs, or groups of these. `frozen`: gets the parameters that are left out,
+    with the numbers of their groups.
     """
     trained = []
-    for number, each in enumerate(entries):
-        if isinstance(each, dict):
-            kept = [p for p in _list_parameters(each) if _parameter_of_entry(p).requires_grad]
+    for number, entry in enumerate(entries):
+        if isinstance(entry, dict):
+            members = [p for p in _list_parameters(entry) if _parameter_of_entry(p).requires_grad]
             frozen.update(
-                {_parameter_of_entry(p): number for p in each["params"] if not _parameter_of_entry(p).requires_grad}
+                {_parameter_of_entry(p): number for p in entry["params"] if not _parameter_of_entry(p).requires_grad}
             )
-            trained.append(each if len(kept) == len(each["params"]) else {**each, "params": kept})
-        elif _parameter_of_entry(each).requires_grad:
-            trained.append(each)
+            trained.append(entry if len(members) == len(entry["params"]) else {**entry, "params": members})
+        elif _parameter_of_entry(entry).requires_grad:
+            trained.append(entry)
     return trained
 
 
@@ -149,8 +149,8 @@ def _parameter_of_entry(entry: Any) -> Tensor:
 
 def _list_parameters(group: dict[str, Any]) -> list[Tensor]:
     """The parameters of a caller's group, which has them as a list afterwards, as with torch."""
-    given = group["params"]
-    group["params"] = parameters = [given] if isinstance(given, Tensor) else list(given)
+    entries = group["params"]
+    group["params"] = parameters = [entries] if isinstance(entries, Tensor) else list(entries)
     return parameters
 
 
@@ -164,8 +164,8 @@ def _make_groups(entries: list[Any], model: nn.Module) -> list[dict[str, Any]]:
 
 def _update_callers_groups(callers: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The caller's own dicts with all options: as with torch, a value written into them later is used."""
-    for own, group in zip(callers, groups, strict=True):
-        own.update(group)
+    for callers_group, group in zip(callers, groups, strict=True):
+        callers_group.update(group)
     return callers
 
 
@@ -208,11 +208,11 @@ def _from_config(
         return TrainedParameters([{**common, **group} for group in groups], Rules((rule,)))
     kind = _class_of(block)
     try:
-        made = kind([nn.Parameter(torch.zeros(1, device="cpu", dtype=torch.float32))], **block.options())
+        optimizer = kind([nn.Parameter(torch.zeros(1, device="cpu", dtype=torch.float32))], **block.options())
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.params: {error}") from error
-    merged = [{**made.defaults, **group} for group in groups]
-    return TrainedParameters(merged, Rules((_check_state_dtype(rule_for(made, merged), config),)))
+    merged = [{**optimizer.defaults, **group} for group in groups]
+    return TrainedParameters(merged, Rules((_check_state_dtype(rule_for(optimizer, merged), config),)))
 
 
 def _class_of(block: OptimizerConfig) -> Callable[..., torch.optim.Optimizer]:
@@ -226,12 +226,12 @@ def _class_of(block: OptimizerConfig) -> Callable[..., torch.optim.Optimizer]:
 def _rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     """The rule of an optimizer object; the engine takes over its param groups."""
     if isinstance(optimizer, KernelAdam):
-        decoupled, known = optimizer.adam_w_mode, _same_step(optimizer, KernelAdam)
+        decoupled, is_adam = optimizer.adam_w_mode, _same_step(optimizer, KernelAdam)
     else:
         decoupled = isinstance(optimizer, torch.optim.AdamW)
-        known = _same_step(optimizer, torch.optim.Adam) or _same_step(optimizer, torch.optim.AdamW)
-    plain = all(group.get(key, value) == value for group in optimizer.param_groups for key, value in _PLAIN.items())
-    if not (known and plain):
+        is_adam = _same_step(optimizer, torch.optim.Adam) or _same_step(optimizer, torch.optim.AdamW)
+    is_plain = all(group.get(key, value) == value for group in optimizer.param_groups for key, value in _PLAIN.items())
+    if not (is_adam and is_plain):
         return rule_for(optimizer, optimizer.param_groups)
     if any(optimizer.state.values()):
         raise ConfigError(
@@ -251,11 +251,11 @@ def _same_step(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimize
 
 
 def _check_state_dtype(rule: Rule, config: Config) -> Rule:
-    stored = config.zero_optimization.offload_optimizer.state_dtype
-    if stored != "fp32" and not isinstance(rule, AdamRule):
+    state_dtype = config.zero_optimization.offload_optimizer.state_dtype
+    if state_dtype != "fp32" and not isinstance(rule, AdamRule):
         raise ConfigError(
-            f"zero_optimization.offload_optimizer.state_dtype: {stored} is only available with Adam and AdamW, got "
-            f"{rule.name}; set it to fp32"
+            f"zero_optimization.offload_optimizer.state_dtype: {state_dtype} is only available with Adam and AdamW, "
+            f"got {rule.name}; set it to fp32"
         )
     return rule
 
@@ -271,9 +271,9 @@ def _check_groups(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[s
             "optimizer from the parameters of the model that is passed, and make a loss or head that has weights a "
             "submodule of it"
         )
-    every = [id(p) for p in trained]
-    if len(set(every)) < len(every):
-        names = [name for name, p in model.named_parameters() if every.count(id(p)) > 1]
+    ids = [id(p) for p in trained]
+    if len(set(ids)) < len(ids):
+        names = [name for name, p in model.named_parameters() if ids.count(id(p)) > 1]
         raise ConfigError(
             f"optimizer: {', '.join(names[:4])}: expected each parameter once, got {len(names)} of them several times, "
             "and Adam would count its steps as often; pass each once, as model.parameters() does with tied weights"
@@ -285,7 +285,7 @@ def _check_groups(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[s
 class _FoundStates:
     """The states found after some steps, over all param groups."""
 
-    planes: dict[str, torch.dtype] = field(default_factory=dict)
+    arrays: dict[str, torch.dtype] = field(default_factory=dict)  # Name -> dtype, of states of the parameter's shape.
     scalars: dict[str, Scalar] = field(default_factory=dict)
     small: dict[str, tuple[int, ...]] = field(default_factory=dict)  # Name -> the shape of a parameter that has it.
 
@@ -312,20 +312,20 @@ def _rule_by_trial(
     initial = _initial_state(optimizer)
     bare = TiledRule(optimizer, initial)
     found = _FoundStates()
-    seen: list[dict[str, Any]] = []
+    all_options: list[dict[str, Any]] = []
     for group in groups:
         options = bare.options_of(group)
-        if options not in seen:
-            seen.append(options)
+        if options not in all_options:
+            all_options.append(options)
             _check_trains(bare, options)
             _find_states(bare, options, found)
-    kept = (optimizer, initial, tuple(found.planes), found.planes, found.scalars)
+    arguments = (optimizer, initial, tuple(found.arrays), found.arrays, found.scalars)
     if not found.small and not isinstance(optimizer, Lamb):
         by_kernel = type(optimizer) in ROWS and (torch_as_kernels or type(optimizer).__module__.startswith("zero."))
-        rule = (KernelRule if by_kernel else TiledRule)(*kept)
-        if _is_element_wise(rule, seen):
+        rule = (KernelRule if by_kernel else TiledRule)(*arguments)
+        if _is_element_wise(rule, all_options):
             return rule
-    return _whole_parameter_rule(bare, kept, groups, seen, found)
+    return _whole_parameter_rule(bare, arguments, groups, all_options, found)
 
 
 def _is_element_wise(rule: TiledRule, all_options: list[dict[str, Any]]) -> bool:
@@ -366,14 +366,14 @@ def _find_whole_states(
     """Train whole parameters of a shape: states that only they have are small. Raises ConfigError: they lack some."""
     here = _FoundStates(small=dict(found.small))
     for options in all_options:
-        _find_states(rule, options, here, shape, found.planes)
-    for name in (here.planes.keys() | here.scalars.keys()) - found.planes.keys() - found.scalars.keys():
-        here.planes.pop(name, None), here.scalars.pop(name, None)
+        _find_states(rule, options, here, shape, found.arrays)
+    for name in (here.arrays.keys() | here.scalars.keys()) - found.arrays.keys() - found.scalars.keys():
+        here.arrays.pop(name, None), here.scalars.pop(name, None)
         here.small[name] = shape
-    if here.planes.keys() != found.planes.keys() or here.scalars.keys() != found.scalars.keys():
-        kept = ", ".join(here.planes | here.scalars)
+    if here.arrays.keys() != found.arrays.keys() or here.scalars.keys() != found.scalars.keys():
+        names = ", ".join(here.arrays | here.scalars)
         raise unavailable_error(
-            rule.name, f"for a parameter of {len(shape)} dimensions it keeps other states ({kept}) than for a matrix"
+            rule.name, f"for a parameter of {len(shape)} dimensions it keeps other states ({names}) than for a matrix"
         )
     found.small.update(here.small)
 
@@ -381,11 +381,12 @@ def _find_whole_states(
 def _find_small_numbers(rule: TiledRule, options: Mapping[str, Any], found: _FoundStates) -> None:
     """Numbers that depend on the gradient, such as a parameter's norm, are small states if they are tensors."""
     start, *gradients = _samples(STEPS + 1)
-    nothing = torch.zeros(1, 1, device="cpu", dtype=torch.float32)
-    each = _train_whole(rule, options, start, gradients)[1], _train_whole(rule, options, nothing, [nothing] * STEPS)[1]
-    for moving, still in zip(*each, strict=True):
-        for name in [name for name in found.scalars if isinstance(moving.get(name), Tensor)]:
-            if Scalar.from_value(moving[name]) != Scalar.from_value(still.get(name)):
+    zero = torch.zeros(1, 1, device="cpu", dtype=torch.float32)
+    states = _train_whole(rule, options, start, gradients)[1]
+    states_of_zeros = _train_whole(rule, options, zero, [zero] * STEPS)[1]
+    for state, state_of_zeros in zip(states, states_of_zeros, strict=True):
+        for name in [name for name in found.scalars if isinstance(state.get(name), Tensor)]:
+            if Scalar.from_value(state[name]) != Scalar.from_value(state_of_zeros.get(name)):
                 del found.scalars[name]
                 found.small[name] = SHAPE
 
@@ -397,16 +398,16 @@ def _check_small(rule: TiledRule, shapes: list[tuple[int, ...]], found: _FoundSt
             raise unavailable_error(
                 rule.name, f"its state {name} is made after the first step and does not have the parameter's shape"
             )
-    held = {shape: rule.small_shapes(shape) for shape in set(shapes)}
+    small_shapes = {shape: rule.small_shapes(shape) for shape in set(shapes)}
     numel = sum(math.prod(shape) for shape in shapes)
-    kept = sum(of.numel() for shape in shapes for of, _ in held[shape].values())
-    if kept > SMALL_SHARE_MAX * numel:
-        sizes = {name: of for shape in held.values() for name, (of, _) in shape.items()}
+    small_numel = sum(size.numel() for shape in shapes for size, _ in small_shapes[shape].values())
+    if small_numel > SMALL_SHARE_MAX * numel:
+        sizes = {name: size for states in small_shapes.values() for name, (size, _) in states.items()}
         name = max(sizes, key=lambda name: sizes[name].numel())
         raise unavailable_error(
             rule.name,
             f"its state {name} has the shape {tuple(sizes[name])}, not the parameter's; such states stay in memory, "
-            f"and with {kept:,} elements for parameters of {numel:,} elements they are too large",
+            f"and with {small_numel:,} elements for parameters of {numel:,} elements they are too large",
         )
 
 
@@ -426,18 +427,18 @@ def _initial_state(optimizer: torch.optim.Optimizer) -> InitialState:
             if not isinstance(value, (bool, int, float, Tensor)):
                 raise unavailable_error(type(optimizer).__name__, f"its state {key} is a {type(value).__name__}")
             if not isinstance(value, Tensor) or value.dim() == 0:
-                scalar, known = Scalar.from_value(value), numbers
+                scalar, target = Scalar.from_value(value), numbers
             elif value.numel() == 0:
                 continue
             elif value.shape != parameter.shape:
                 what = f"of shape {tuple(value.shape)}, which is not the parameter's shape"
                 raise unavailable_error(type(optimizer).__name__, f"its constructor makes a state {key} {what}")
             else:
-                flat, known = value.detach().reshape(-1), fills
+                flat, target = value.detach().reshape(-1), fills
                 scalar = Scalar.from_value(flat[0])
                 if not bool((flat == flat[0]).all()):
                     raise _not_fresh_error()
-            if known.setdefault(key, scalar).value != scalar.value:
+            if target.setdefault(key, scalar).value != scalar.value:
                 raise _not_fresh_error()
     if "step" in numbers and numbers["step"].value:
         raise _not_fresh_error()
@@ -460,7 +461,7 @@ def _find_states(
     options: Mapping[str, Any],
     found: _FoundStates,
     shape: tuple[int, ...] = SHAPE,
-    planes: Container[str] = (),
+    array_names: Container[str] = (),
 ) -> None:
     """Train a parameter of the shape, and note which states it has."""
     start, *gradients = _samples(STEPS + 1, shape)
@@ -471,19 +472,19 @@ def _find_states(
             if name in found.small:
                 continue
             # A state of a parameter without dimensions looks like a number; the matrix has shown its name before.
-            if isinstance(value, Tensor) and value.shape == shape and (shape or name in planes):
+            if isinstance(value, Tensor) and value.shape == shape and (shape or name in array_names):
                 if value.dtype not in EXACT_IN_FP32:
                     raise unavailable_error(rule.name, f"its state {name} is {value.dtype}")
-                found.planes.setdefault(name, value.dtype)
+                found.arrays.setdefault(name, value.dtype)
             elif isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
                 found.scalars.setdefault(name, Scalar.from_value(value))
             elif isinstance(value, Tensor):
                 found.small[name] = shape
             else:
                 raise unavailable_error(rule.name, f"its state {name} is a {type(value).__name__}, not a tensor")
-    kinds = [*found.planes, *found.scalars, *found.small]
-    if both := {name for name in kinds if kinds.count(name) > 1}:
-        raise unavailable_error(rule.name, f"its state {', '.join(sorted(both))} has several forms")
+    kinds = [*found.arrays, *found.scalars, *found.small]
+    if ambiguous := {name for name in kinds if kinds.count(name) > 1}:
+        raise unavailable_error(rule.name, f"its state {', '.join(sorted(ambiguous))} has several forms")
 
 
 def _check_trains(rule: TiledRule, options: Mapping[str, Any]) -> None:
@@ -492,8 +493,8 @@ def _check_trains(rule: TiledRule, options: Mapping[str, Any]) -> None:
     A learning rate of 0, with which a warmup begins, is replaced for the trial.
     """
     start, *gradients = _samples(STEPS + 1)
-    for more in ({}, {"lr": TRIAL_LR}) if "lr" in options else ({},):
-        if not torch.equal(_train_whole(rule, {**options, **more}, start, gradients)[0][-1], start):
+    for changes in ({}, {"lr": TRIAL_LR}) if "lr" in options else ({},):
+        if not torch.equal(_train_whole(rule, {**options, **changes}, start, gradients)[0][-1], start):
             return
     raise unavailable_error(
         rule.name,
@@ -508,7 +509,7 @@ def _train_whole(
     """Weights, states and options after each step of the class itself; raises ConfigError if the step fails."""
     parameter = torch.nn.Parameter(start.clone())
     twin = rule.make_twin(parameter, dict(options), rule.fresh_state(parameter.detach()))
-    weights, states, left = [], [], []
+    weights, states, options_after = [], [], []
     attributes = dict(rule.attributes)
     for gradient in gradients:
         parameter.grad = gradient.clone()
@@ -521,14 +522,14 @@ def _train_whole(
         weights.append(parameter.detach().clone())
         state = twin.state.get(parameter, {})
         states.append({k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state.items()})
-        left.append({key: value for key, value in twin.param_groups[0].items() if key != "params"})
+        options_after.append({key: value for key, value in twin.param_groups[0].items() if key != "params"})
         now = {key: value for key, value in vars(twin).items() if key not in NOT_COPIED}
         changed = [key for key in attributes | now if now.get(key) is not attributes.get(key)]
         if changed or any(isinstance(key, str) for key in twin.state):
             raise unavailable_error(
                 rule.name, f"it keeps {', '.join(changed) or 'a state'} in common for all parameters"
             )
-    return weights, states, left
+    return weights, states, options_after
 
 
 def _compare_with_class(
@@ -537,27 +538,29 @@ def _compare_with_class(
     """Train a parameter by the class, and in pieces (halves, or one) by the rule. Raises ConfigError if they differ."""
     start, *gradients = _samples(STEPS + 1, shape)
     start *= scale
-    weights, states, left = _train_whole(rule, options, start, gradients)
-    cut = (1, *shape) if rule.needs_whole_parameters else (-1, HALF)
-    halves = list(start.reshape(cut).clone().unbind())
-    planes = [{name: torch.zeros_like(half) for name in rule.states} for half in halves]
+    weights, states, options_after = _train_whole(rule, options, start, gradients)
+    pieces_shape = (1, *shape) if rule.needs_whole_parameters else (-1, HALF)
+    tiles = list(start.reshape(pieces_shape).clone().unbind())
+    arrays = [{name: torch.zeros_like(tile) for name in rule.states} for tile in tiles]
     values, small = TileValues(dict(options), None), NO_SMALL
     for step, gradient in enumerate(gradients):
-        pieces = zip(halves, gradient.reshape(cut).unbind(), planes, strict=True)
-        kept = rule.probe_small(values.options)
+        pieces = zip(tiles, gradient.reshape(pieces_shape).unbind(), arrays, strict=True)
+        small_of_element = rule.probe_small(values.options)
         try:
-            results = [rule.step_tile(half, part.clone(), held, values, small) for half, part, held in pieces]
-            # One more piece, one element with gradient zero, shows the numbers after the step; see `TiledRule.after_update`.
-            results.append(rule.step_one_element(values, kept))
+            results = [rule.step_tile(tile, part.clone(), state, values, small) for tile, part, state in pieces]
+            # One more piece, one element with gradient zero, shows the numbers after the step; see
+            # `TiledRule.after_update`.
+            results.append(rule.step_one_element(values, small_of_element))
         except Exception as error:
             raise unavailable_error(
                 rule.name, f"its step fails on flat pieces of a parameter ({type(error).__name__}: {error})"
             ) from error
         numbers = [rule.progress_of(state) for state, _ in results]
-        same = all(found == numbers[0] for found in numbers) and all(said == left[step] for _, said in results)
-        if not same or dict(numbers[0].scalars) != _numbers_of(rule, states[step]):
+        same_numbers = all(progress == numbers[0] for progress in numbers)
+        is_same = same_numbers and all(tile_options == options_after[step] for _, tile_options in results)
+        if not is_same or dict(numbers[0].scalars) != _numbers_of(rule, states[step]):
             raise unavailable_error(rule.name, "the numbers in its state depend on the gradient")
-        if not torch.equal(_join(halves), weights[step].reshape(-1)):
+        if not torch.equal(_join(tiles), weights[step].reshape(-1)):
             raise unavailable_error(
                 rule.name, "it is not element-wise: two halves of a parameter are not updated like the whole parameter"
             )
@@ -568,9 +571,9 @@ def _compare_with_class(
             )
         values = TileValues(results[0][1], numbers[0])
     for name in rule.states:
-        whole = states[-1].get(name)
-        joined = _join(held[name] for held in planes)
-        if whole is not None and not torch.equal(joined, whole.reshape(-1).to(torch.float32)):
+        expected = states[-1].get(name)
+        joined = _join(tile_arrays[name] for tile_arrays in arrays)
+        if expected is not None and not torch.equal(joined, expected.reshape(-1).to(torch.float32)):
             raise unavailable_error(rule.name, f"its state {name} is not element-wise")
 
 
@@ -578,14 +581,14 @@ def _join(pieces: Iterable[Tensor]) -> Tensor:
     return torch.cat([piece.reshape(-1) for piece in pieces])
 
 
-def _equal(value: Tensor, wanted: Any) -> bool:
-    return isinstance(wanted, Tensor) and torch.equal(value, wanted)
+def _equal(value: Tensor, expected: Any) -> bool:
+    return isinstance(expected, Tensor) and torch.equal(value, expected)
 
 
 def _numbers_of(rule: TiledRule, state: Mapping[str, Any]) -> dict[str, Scalar]:
-    rest = {k: v for k, v in state.items() if k not in rule.small}
+    not_small = {k: v for k, v in state.items() if k not in rule.small}
     return {
         k: Scalar.from_value(v)
-        for k, v in rest.items()
+        for k, v in not_small.items()
         if not (isinstance(v, Tensor) and (v.numel() > 1 or k in rule.states))
     }

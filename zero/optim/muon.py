@@ -1,8 +1,8 @@
-"""Muon for hidden matrices and AdamW for the rest, as one optimizer: `optimizer.type: "Muon"`.
+"""Muon for hidden matrices and AdamW for other parameters, as one optimizer: `optimizer.type: "Muon"`.
 
-`torch.optim.Muon` itself updates the matrices, whole; our kernel updates the rest. The choice is DeepSpeed's:
-parameters of two dimensions or more are Muon's unless their name contains "embed" or "lm_head". An attribute `use_muon`
-of a parameter, or this key in a param group, overrides the choice.
+`torch.optim.Muon` itself updates each matrix as one piece; our kernel updates the other parameters. The choice is
+DeepSpeed's: parameters of two dimensions or more are Muon's unless their name contains "embed" or "lm_head". An
+attribute `use_muon` of a parameter, or this key in a param group, overrides the choice.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MOMENTUM = "momentum_buffer"
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
     """True if Muon updates the parameter by default."""
-    said = getattr(parameter, FLAG, None)
-    return bool(said) if said is not None else parameter.dim() >= 2 and not any(w in name.lower() for w in NOT_HIDDEN)
+    flag = getattr(parameter, FLAG, None)
+    return bool(flag) if flag is not None else parameter.dim() >= 2 and not any(w in name.lower() for w in NOT_HIDDEN)
 
 
 def muon_from(block: OptimizerConfig, groups: Iterable[Mapping[str, Any]], model: nn.Module) -> TrainedParameters:
@@ -40,19 +40,19 @@ def muon_from(block: OptimizerConfig, groups: Iterable[Mapping[str, Any]], model
         model: has the parameters' names.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    of_muon, of_adam = _options(block.params)
-    adam = AdamRule(decoupled=block.params.adam_w_mode, defaults=of_adam)
-    rules = Rules((MuonRule(of_muon), adam), FLAG, is_hidden_matrix)
-    split = []
+    muon_options, adam_options = _options(block.params)
+    adam = AdamRule(decoupled=block.params.adam_w_mode, defaults=adam_options)
+    rules = Rules((MuonRule(muon_options), adam), FLAG, is_hidden_matrix)
+    rule_groups = []
     for group in groups:
-        for flag, options in ((True, rules.each[0].defaults), (False, of_adam)):
-            chosen = [p for p in group["params"] if _flag_of(group, names[id(p)], p) == flag]
-            if chosen:
-                given = {key: value for key, value in group.items() if key != "params"}
-                split.append({**options, **given, FLAG: flag, "params": chosen})
-    for group in split:
+        for flag, defaults in ((True, rules.each[0].defaults), (False, adam_options)):
+            parameters = [p for p in group["params"] if _flag_of(group, names[id(p)], p) == flag]
+            if parameters:
+                options = {key: value for key, value in group.items() if key != "params"}
+                rule_groups.append({**defaults, **options, FLAG: flag, "params": parameters})
+    for group in rule_groups:
         _check_matrices(group, names)
-    return TrainedParameters(split, rules)
+    return TrainedParameters(rule_groups, rules)
 
 
 class MuonRule(TiledRule):
@@ -90,14 +90,20 @@ def _check_matrices(group: Mapping[str, Any], names: Mapping[int, str]) -> None:
 
 def _options(params: OptimizerParams) -> tuple[dict[str, Any], dict[str, Any]]:
     """Default options for groups of Muon and of AdamW; DeepSpeed's defaults."""
-    given = {key: getattr(params, key) for key in params.model_fields_set}
-    lr = {"lr": given["lr"]} if "lr" in given else {}
+    user_options = {key: getattr(params, key) for key in params.model_fields_set}
+    lr = {"lr": user_options["lr"]} if "lr" in user_options else {}
     decay = {"weight_decay": params.weight_decay}
     keys = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
-    muon = {"lr": 0.02, **lr, "momentum": 0.95, **decay, **{key: given[key] for key in keys if key in given}}
+    muon = {
+        "lr": 0.02,
+        **lr,
+        "momentum": 0.95,
+        **decay,
+        **{key: user_options[key] for key in keys if key in user_options},
+    }
     adam = {"lr": 3e-4, **lr, "betas": (0.9, 0.95), "eps": 1e-10, **decay}
-    adam.update({key: given[key] for key in ("betas", "eps") if key in given})
+    adam.update({key: user_options[key] for key in ("betas", "eps") if key in user_options})
     for options, key in ((muon, "muon_lr"), (adam, "adam_lr")):
-        if given.get(key) is not None:
-            options["lr"] = given[key]
+        if user_options.get(key) is not None:
+            options["lr"] = user_options[key]
     return muon, {**adam, "decoupled": params.adam_w_mode}

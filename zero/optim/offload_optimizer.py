@@ -3,17 +3,17 @@
 Weights stay where they are, gradients in `.grad`, as in plain torch, DDP and FSDP2 (the local shards of DTensors).
 There are no hooks, and ranks exchange nothing: each rank updates the elements that it has.
 
-[Note: a step] First the options of the param groups are fixed for every parameter that has a gradient. Then records are
-read, updated with weights and gradients in place, and written, a few at a time. When `step()` returns, all weights are
-new and all states are stored.
+[Note: a step] First the options of the param groups are fixed for every parameter that has a gradient. Then the states
+of sub-groups are read, updated with weights and gradients in place, and written, a few at a time. When `step()`
+returns, all weights are new and all states are stored.
 
 [Note: a step that fails] If a read or a write fails, some weights are new and others are not. The step is counted, and
 the next call of `step()` finishes it with the same gradients. If these have changed meanwhile, the step cannot be
 finished: load weights and states, or end the training.
 
-[Note: 16-bit parameters] A record holds the difference between a bf16 or fp16 weight and its fp32 value, so an update
-loses nothing by rounding; `state_dict` has the fp32 value as `master`. An edit of a weight between steps also edits its
-master.
+[Note: 16-bit parameters] The states include the difference between a bf16 or fp16 weight and its fp32 value, so an
+update loses nothing by rounding; `state_dict` has the fp32 value as `master`. An edit of a weight between steps also
+edits its master.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class OffloadOptimizer(ExternalStateOptimizer):
         options: of the class: lr, weight_decay, ...
 
     Raises:
-        ConfigError: an option or a parameter that cannot be; names it.
+        ConfigError: an option or a parameter is not supported; names it.
         BudgetError: the host has no room for the states.
-        StorageError: the disk has none.
+        StorageError: the disk has no room for them.
     """
 
     def __init__(
@@ -80,17 +80,20 @@ class OffloadOptimizer(ExternalStateOptimizer):
         self._unfinished_gradients: dict[int, tuple[Tensor, tuple[int, int]]] = {}
         self._read_ahead: dict[int, dict[str, Tensor]] = {}
         self._finalizers: list[weakref.finalize[Any, Any]] = []
-        self._is_built, self._is_closed, self._is_half_loaded, self._pid = False, False, False, os.getpid()
+        self._is_built = False
+        self._is_closed = False
+        self._is_half_loaded = False  # The disk failed while states were loaded.
+        self._pid = os.getpid()
         self._config = _config_of(offload)
-        given, members = _placeholder_optimizer(params, optimizer_class, options)
-        rule = _rule_of(given, self._config)
-        self._initial = next((dict(state) for state in given.state.values()), {})
-        for group, parameters in zip(given.param_groups, members, strict=True):
+        placeholder, members = _placeholder_optimizer(params, optimizer_class, options)
+        rule = _rule_of(placeholder, self._config)
+        self._initial = next((dict(state) for state in placeholder.state.values()), {})
+        for group, parameters in zip(placeholder.param_groups, members, strict=True):
             group["params"] = parameters
             if "decoupled_weight_decay" in group:  # torch's own key has the same meaning
                 group.pop("decoupled", None)
-        super().__init__(TrainedParameters(given.param_groups, Rules((rule,))))
-        self.defaults = dict(given.defaults)
+        super().__init__(TrainedParameters(placeholder.param_groups, Rules((rule,))))
+        self.defaults = dict(placeholder.defaults)
         like = next(
             (member for group in members for member in group), torch.zeros(1, device="cpu", dtype=torch.float32)
         )
@@ -109,15 +112,15 @@ class OffloadOptimizer(ExternalStateOptimizer):
     @property
     def plans(self) -> tuple[Plan, ...]:
         """What goes where, in bytes: of the parameters of each device, and of each group that was added later."""
-        return tuple(shelf.plan for shelf in self._parameter_states)
+        return tuple(states.plan for states in self._parameter_states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the newcomers' states have a place of their own. Raises as the constructor.
+        """As torch's; the states of the new parameters have a place of their own. Raises as the constructor.
 
         Raises ConfigError: a parameter is there twice, which torch updates twice.
         """
-        given = param_group.get("params", ())
-        if isinstance(given, list | tuple) and len({*map(id, given)}) < len(given):
+        parameters = param_group.get("params", ())
+        if isinstance(parameters, list | tuple) and len({*map(id, parameters)}) < len(parameters):
             raise ConfigError("OffloadOptimizer: expected each parameter once in a group, got one twice; leave it out")
         if self._is_built:
             self.check_open("add_param_group")
@@ -141,28 +144,28 @@ class OffloadOptimizer(ExternalStateOptimizer):
         for group in self.param_groups:
             names = group.get("param_names") or [None] * len(group["params"])
             for name, parameter in zip(names, group["params"], strict=True):
-                needs = parameter.requires_grad or id(parameter) in loaded
-                if needs and id(parameter) not in self._index_of:
+                needs_states = parameter.requires_grad or id(parameter) in loaded
+                if needs_states and id(parameter) not in self._index_of:
                     index = len(self._index_of)
                     self._index_of[id(parameter)] = index
-                    shown = name or f"parameter {index} of shape {tuple(parameter.shape)}"
-                    by_device.setdefault(local_of(parameter).device, []).append((index, shown, parameter))
-        made: list[ParameterStates] = []
+                    label = name or f"parameter {index} of shape {tuple(parameter.shape)}"
+                    by_device.setdefault(local_of(parameter).device, []).append((index, label, parameter))
+        allocated: list[ParameterStates] = []
         try:
             for parameters in by_device.values():
-                made.append(ParameterStates(parameters, self.rules, self._config))
+                allocated.append(ParameterStates(parameters, self.rules, self._config))
         except BaseException:
-            for shelf in made:
-                shelf.close()
+            for states in allocated:
+                states.close()
             for parameters in by_device.values():
                 for _, _, parameter in parameters:
                     del self._index_of[id(parameter)]
             raise
-        for shelf in made:
-            logger.info("%s", shelf.plan.table())
-            self._parameter_states.append(shelf)
-            # An optimizer that is garbage-collected must release its files and threads too.
-            self._finalizers.append(weakref.finalize(self, Storage.abandon, shelf.storage))
+        for states in allocated:
+            logger.info("%s", states.plan.table())
+            self._parameter_states.append(states)
+            # An optimizer that is garbage-collected must free its files and threads too.
+            self._finalizers.append(weakref.finalize(self, Storage.abandon, states.storage))
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -171,14 +174,14 @@ class OffloadOptimizer(ExternalStateOptimizer):
         """Update every parameter that has a gradient; a closure is called first, and its result returned.
 
         Raises:
-            ConfigError: param groups ask for what the class's rule cannot do; nothing has changed.
-            StateError: a parameter or gradient is not what it was; nothing has changed. Or the last step has failed,
-                and cannot be finished any more.
-            StorageError: some weights are updated and others are not; the next call goes on.
+            ConfigError: param groups have options that the class's rule does not support; nothing has changed.
+            StateError: a parameter or gradient does not fit its states any more; nothing has changed. Or the last step
+                has failed, and cannot be finished any more.
+            StorageError: some weights are updated and others are not; the next call continues.
         """
         self.check_open("step")
         self._check_loaded("step")
-        if any(shelf.unfinished_step for shelf in self._parameter_states):
+        if any(states.unfinished_step for states in self._parameter_states):
             self._check_same_gradients()
             self._finish_step()
             return None
@@ -192,14 +195,14 @@ class OffloadOptimizer(ExternalStateOptimizer):
         # The rounding of bf16 moments depends on the step's number: a resumed run continues with the same number.
         number = 1 + max(self.step_counts.values(), default=0)
         arguments = StepArguments(values, 1.0, number)
-        work = [(shelf, shelf.prepare_step(arguments, gradients)) for shelf in self._parameter_states]
+        work = [(states, states.prepare_step(arguments, gradients)) for states in self._parameter_states]
         # From here on the step counts as taken, even if something fails.
         self._unfinished_gradients = {
             self._index_of[id(p)]: (gradient, _version(gradient)) for p, gradient in self._gradients()
         }
         self.count_step(self._index_of, values)
-        for shelf, remaining in work:
-            shelf.unfinished_step = remaining
+        for states, remaining in work:
+            states.unfinished_step = remaining
         self._finish_step()
         return loss
 
@@ -207,22 +210,21 @@ class OffloadOptimizer(ExternalStateOptimizer):
         return [(p, p.grad) for p in self._parameters() if p.grad is not None]
 
     def _finish_step(self) -> None:
-        for shelf in self._parameter_states:
-            shelf.finish_step()
+        for states in self._parameter_states:
+            states.finish_step()
         self._unfinished_gradients = {}
 
     def _check_same_gradients(self) -> None:
         """Raise StateError unless the gradients are the same as when the unfinished step began."""
-        now = {self._index_of[id(p)]: gradient for p, gradient in self._gradients()}
-        same = now.keys() == self._unfinished_gradients.keys() and all(
-            now[index] is gradient and _version(gradient) == version
+        current = {self._index_of[id(p)]: gradient for p, gradient in self._gradients()}
+        are_same = current.keys() == self._unfinished_gradients.keys() and all(
+            current[index] is gradient and _version(gradient) == version
             for index, (gradient, version) in self._unfinished_gradients.items()
         )
-        broken = any(
-            shelf.unfinished_step is not None and shelf.unfinished_step.is_broken for shelf in self._parameter_states
-        )
-        if broken or not same:
-            why = "an update stopped in the middle of its elements" if broken else "its gradients no longer exist"
+        unfinished = [states.unfinished_step for states in self._parameter_states]
+        is_broken = any(remaining is not None and remaining.is_broken for remaining in unfinished)
+        if is_broken or not are_same:
+            why = "an update stopped in the middle of its elements" if is_broken else "its gradients no longer exist"
             raise StateError(
                 f"step: the last step failed after it had updated some weights and not others, and {why}, so it "
                 "cannot be finished; load weights and states from a checkpoint (load_state_dict of model and "
@@ -237,7 +239,7 @@ class OffloadOptimizer(ExternalStateOptimizer):
         if index in self._read_ahead:
             return self._read_ahead.pop(index)
         self._check_step_finished("optimizer.state")
-        return next(dict(found) for _, found in list(self._states_of(index).read_states([index])))
+        return next(dict(states) for _, states in list(self._states_of(index).read_states([index])))
 
     def write_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
         """Not used: states are written together, see `replace_all_states`."""
@@ -255,15 +257,15 @@ class OffloadOptimizer(ExternalStateOptimizer):
     def allocate_states(self, parameter: nn.Parameter | None = None) -> None:
         """Does nothing: `add_param_group` makes the room."""
 
-    def visible_states(self, key: int, planes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def visible_states(self, key: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `ExternalStateOptimizer`; the master always."""
-        own = {name: plane for name, plane in planes.items() if name != MASTER}
-        return {**super().visible_states(key, own), **{name: planes[name] for name in planes if name == MASTER}}
+        states = {name: tensor for name, tensor in tensors.items() if name != MASTER}
+        return {**super().visible_states(key, states), **{name: tensors[name] for name in tensors if name == MASTER}}
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, of the class: copies on the host, of a DTensor's states DTensors.
+        """As torch's of the class: copies on the host, of a DTensor's states DTensors.
 
-        16-bit parameters have fp32 states, and `master`, their fp32 value. Nothing of it is collective.
+        16-bit parameters have fp32 states, and `master`, their fp32 value. It is not collective.
 
         Raises:
             BudgetError: the host has no room for that much.
@@ -275,21 +277,23 @@ class OffloadOptimizer(ExternalStateOptimizer):
         trained = {self._index_of[id(p)] for p in self.state}
         self._check_room_for_states()
         try:
-            for shelf in self._parameter_states:
-                self._read_ahead.update(shelf.read_states([index for index in shelf.parameters if index in trained]))
-            found = super(ExternalStateOptimizer, self).state_dict()
+            for states in self._parameter_states:
+                self._read_ahead.update(states.read_states([index for index in states.parameters if index in trained]))
+            state_dict = super(ExternalStateOptimizer, self).state_dict()
         finally:
             self._read_ahead = {}
-        for group in found["param_groups"]:
+        for group in state_dict["param_groups"]:
             group.pop("decoupled", None)
-        places = [place for group in found["param_groups"] for place in group["params"]]
-        paired = zip(places, self._parameters(), strict=True)
-        states = {place: found["state"].get(place) or self._initial_state_of(parameter) for place, parameter in paired}
-        found["state"] = {place: state for place, state in states.items() if state}
-        return found
+        places = [place for group in state_dict["param_groups"] for place in group["params"]]
+        state_of = {
+            place: state_dict["state"].get(place) or self._initial_state_of(parameter)
+            for place, parameter in zip(places, self._parameters(), strict=True)
+        }
+        state_dict["state"] = {place: state for place, state in state_of.items() if state}
+        return state_dict
 
     def _initial_state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """State of a parameter that was in no step yet: empty, unless the class's constructor makes states."""
+        """The state of a parameter before its first step: empty, unless the class's constructor makes states."""
         return {
             name: torch.full_like(parameter.detach(), value.item(), dtype=torch.float32, device="cpu")
             if isinstance(value, Tensor) and value.dim()
@@ -305,7 +309,7 @@ class OffloadOptimizer(ExternalStateOptimizer):
         self.check_room(STATE_BYTES * sum(numels))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a `state_dict` of this class, or of the torch optimizer of the class. Weights stay as they are.
+        """Load a `state_dict` of this class, or of the torch optimizer of the class. Weights do not change.
 
         Raises ConfigError: it has other groups, or states of another class or shape; nothing has changed. Raises
         StorageError: states could not be stored; load them again.
@@ -313,7 +317,7 @@ class OffloadOptimizer(ExternalStateOptimizer):
         super().load_state_dict(state_dict)
 
     def replace_all_states(self, pairs: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
-        """Replace the states of these parameters, together: each record is written once."""
+        """Replace the states of these parameters, together: the state of each sub-group is written once."""
         self.check_open("load_state_dict")
         self._allocate_new_states({id(parameter) for parameter, states in pairs if states})
         for parameter, states in pairs:
@@ -321,20 +325,21 @@ class OffloadOptimizer(ExternalStateOptimizer):
             for name in (*self.rules.each[0].states, MASTER):
                 if states.get(name) is not None:
                     self._states_of(index).check_state(index, name, states[name])
-        planes: dict[int, dict[str, Tensor]] = {}
+        tensors_of: dict[int, dict[str, Tensor]] = {}
         for parameter, states in pairs:
             key = id(parameter)
-            known = bool(self.step_counts.get(key))
-            if states or known:  # without either there is no state to replace
-                found = self.replace_numbers(parameter, _without_master(states))
+            has_state = bool(self.step_counts.get(key))
+            if states or has_state:  # without either there is no state to replace
+                tensors = self.replace_numbers(parameter, _without_master(states))
                 if states.get(MASTER) is not None and parameter.dtype != torch.float32:
-                    found[MASTER] = states[MASTER]
-                planes[self._index_of[key]] = found
-        for shelf in self._parameter_states:
-            shelf.unfinished_step = None
+                    tensors[MASTER] = states[MASTER]
+                tensors_of[self._index_of[key]] = tensors
+        for parameter_states in self._parameter_states:
+            parameter_states.unfinished_step = None
         self._unfinished_gradients, self._is_half_loaded = {}, True
-        for shelf in self._parameter_states:
-            shelf.write_states({index: found for index, found in planes.items() if index in shelf.parameters})
+        for parameter_states in self._parameter_states:
+            parameters = parameter_states.parameters
+            parameter_states.write_states({i: tensors for i, tensors in tensors_of.items() if i in parameters})
         self._is_half_loaded = False
 
     def check_states(self, states: Iterable[Mapping[str, Any]]) -> None:
@@ -345,7 +350,7 @@ class OffloadOptimizer(ExternalStateOptimizer):
         self.replace_all_states([(parameter, states)])
 
     def _states_of(self, index: int) -> ParameterStates:
-        return next(shelf for shelf in self._parameter_states if index in shelf.parameters)
+        return next(states for states in self._parameter_states if index in states.parameters)
 
     def _check_loaded(self, what: str) -> None:
         if self._is_half_loaded:
@@ -355,7 +360,7 @@ class OffloadOptimizer(ExternalStateOptimizer):
 
     def _check_step_finished(self, what: str) -> None:
         self._check_loaded(what)
-        if any(shelf.unfinished_step for shelf in self._parameter_states):
+        if any(states.unfinished_step for states in self._parameter_states):
             raise StateError(
                 f"{what}: the last step failed after it had updated some states and not others; call step() again to "
                 "finish it, or load weights and states from a checkpoint"
@@ -364,7 +369,7 @@ class OffloadOptimizer(ExternalStateOptimizer):
     # ---- life ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give memory, threads and disk space back; the states are gone. Idempotent."""
+        """Free memory, threads and disk space; the states no longer exist. Idempotent."""
         if self._pid != os.getpid():
             return
         self._is_closed = True
@@ -373,9 +378,9 @@ class OffloadOptimizer(ExternalStateOptimizer):
         self._finalizers = []
         self.drop_states()
         self.step_counts, self.progress = {}, {}
-        shelves, self._parameter_states = self._parameter_states, []
-        for shelf in shelves:
-            shelf.close()
+        parameter_states, self._parameter_states = self._parameter_states, []
+        for states in parameter_states:
+            states.close()
 
     def __enter__(self) -> OffloadOptimizer:
         return self
@@ -434,18 +439,18 @@ def _rule_of(optimizer: torch.optim.Optimizer, config: Config) -> Rule:
     Raises ConfigError: the class has states of another shape than the parameter's, or a state dtype that only the
     kernel supports.
     """
-    stored = config.zero_optimization.offload_optimizer.state_dtype
-    if stored == "8bit":
+    state_dtype = config.zero_optimization.offload_optimizer.state_dtype
+    if state_dtype == "8bit":
         raise ConfigError(
             "offload: state_dtype: expected fp32 or bf16, got 8bit, which needs blocks of 256 elements, and "
             "parameters in their own memory have any length; use zero.initialize for 8bit"
         )
     if isinstance(optimizer, KernelAdam):
         return rule_of_object(optimizer, config)
-    if stored != "fp32":
+    if state_dtype != "fp32":
         raise ConfigError(
-            f"offload: state_dtype: {stored} is only available with zero.ops.adam.DeepSpeedCPUAdam and FusedAdam, got "
-            f"{type(optimizer).__name__}; pass one of them as optimizer_class, or leave state_dtype out"
+            f"offload: state_dtype: {state_dtype} is only available with zero.ops.adam.DeepSpeedCPUAdam and FusedAdam, "
+            f"got {type(optimizer).__name__}; pass one of them as optimizer_class, or leave state_dtype out"
         )
     rule = rule_for(optimizer, optimizer.param_groups, torch_as_kernels=False)
     if rule.small:
@@ -463,18 +468,18 @@ def _placeholder_optimizer(
 
     With the real parameters a class that makes its states in its constructor would make them in memory.
     """
-    given = [params] if isinstance(params, Tensor) else list(params)
-    groups: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]  # type: ignore[assignment]
+    argument: list[Any] = [params] if isinstance(params, Tensor) else list(params)
+    groups: list[dict[str, Any]] = argument if argument and isinstance(argument[0], dict) else [{"params": argument}]
     members: list[list[Tensor]] = []
-    standing = []
+    placeholder_groups = []
     for group in groups:
         entries = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        named = bool(entries) and isinstance(entries[0], tuple)
-        members.append([entry[1] for entry in entries] if named else entries)
+        has_names = bool(entries) and isinstance(entries[0], tuple)
+        members.append([entry[1] for entry in entries] if has_names else entries)
         twins = [_one_element_parameter(member) for member in members[-1]]
-        paired = [(entry[0], twin) for entry, twin in zip(entries, twins, strict=True)] if named else twins
-        standing.append({**group, "params": paired})
-    return kind(standing if given else [], **options), members  # torch refuses an empty list
+        pairs = [(entry[0], twin) for entry, twin in zip(entries, twins, strict=True)] if has_names else twins
+        placeholder_groups.append({**group, "params": pairs})
+    return kind(placeholder_groups if argument else [], **options), members  # torch refuses an empty list
 
 
 def _one_element_parameter(parameter: Tensor) -> nn.Parameter:
@@ -499,8 +504,8 @@ def _reshard_like(gradient: Tensor, parameter: Tensor) -> Tensor:
     placements = getattr(parameter, "placements", None)
     if placements is None or getattr(gradient, "placements", None) in (None, placements):
         return gradient
-    moved: Tensor = gradient.redistribute(parameter.device_mesh, placements)  # type: ignore[attr-defined]
-    return moved
+    resharded: Tensor = gradient.redistribute(parameter.device_mesh, placements)  # type: ignore[attr-defined]
+    return resharded
 
 
 def _version(gradient: Tensor) -> tuple[int, int]:

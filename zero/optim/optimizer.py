@@ -1,8 +1,8 @@
-"""The optimizer that the user holds: it has live param groups, and the sub-group pipeline does its updates.
+"""The user's optimizer: it has live param groups, and the sub-group pipeline does its updates.
 
 It is a `torch.optim.Optimizer`, so learning-rate schedulers and clients that write into `param_groups` work as they do
 with torch. The groups are read at `step()`. States are read on request: `optimizer.state[parameter]["exp_avg"]` is a
-copy.
+copy. A state is an array state (a value for each element), a number, or a small state; see `zero/optim/rules.py`.
 
 [Note: hooks] torch calls hooks in `optimizer.step()`: hooks of the engine's optimizer, of the optimizer that the user
 passed, and global ones. `engine.step()` and `optimizer.step()` are the same step, so each hook is called once for
@@ -48,7 +48,7 @@ class StateAccess(Protocol):
         """Raise BudgetError if the host has no room for `nbytes`."""
 
     def check_open(self, what: str) -> None:
-        """Raise StateError if `what`, a method of the optimizer, must not be called now."""
+        """Raise StateError if the optimizer's method `what` must not be called now."""
 
     def allocate_states(self, parameter: nn.Parameter | None = None) -> None:
         """Make room for states of a parameter, or of all (None) that are in the groups now; on all ranks together."""
@@ -78,7 +78,7 @@ class LiveStates(MutableMapping[nn.Parameter, dict[str, Any]]):
 
     def __setitem__(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
         """Replace its states; collective. Raises the errors of `load_state_dict`."""
-        self._state_access.check_open("state")  # before numbers are replaced: planes may be refused after them
+        self._state_access.check_open("state")  # before numbers are replaced: array states may be refused after them
         self._optimizer.check_states([states])
         self._state_access.allocate_states(parameter)
         self._optimizer.replace_states(parameter, states)
@@ -120,7 +120,7 @@ class GroupTensors(Sequence[torch.Tensor]):
 
 
 class ExternalStateOptimizer(torch.optim.Optimizer):
-    """An update rule over states that are kept elsewhere: it counts updates, and shows its states as torch does.
+    """An update rule over states that are stored elsewhere: it counts updates, and shows its states as torch does.
 
     `trained`: the rule, and the param groups, which stay live.
 
@@ -138,7 +138,7 @@ class ExternalStateOptimizer(torch.optim.Optimizer):
         super().__init__(trained.groups, dict(trained.rules.each[0].defaults) if len(trained.rules.each) == 1 else {})
         self.param_groups = trained.groups
         self.step_counts: dict[int, int] = {}  # id(parameter) -> updates so far; torch counts per parameter too.
-        # id(parameter) -> the rest of its state besides planes, for rules that have more.
+        # id(parameter) -> its state besides array states, for rules that have more.
         self.progress: dict[int, Progress] = {}
         # id(parameter) -> its small states that are on this rank, for rules that have some.
         self.small: dict[int, SmallStates] = {}
@@ -205,8 +205,8 @@ class ExternalStateOptimizer(torch.optim.Optimizer):
 
         `names`: id(parameter) -> its name; other parameters are left out.
         """
-        held = {names[key]: small.to_host() for key, small in self.small.items() if key in names}
-        return {name: tensors for name, tensors in held.items() if tensors}
+        copies = {names[key]: small.to_host() for key, small in self.small.items() if key in names}
+        return {name: tensors for name, tensors in copies.items() if tensors}
 
     def load_small(self, named: Mapping[str, SmallTensors], names: Mapping[int, str]) -> None:
         """Replace the small states of all parameters in `names` by those that `named_small` returned, or by none."""
@@ -215,33 +215,33 @@ class ExternalStateOptimizer(torch.optim.Optimizer):
             if name in named:
                 self.small[key] = SmallStates(named[name])
 
-    # ---- the state of a parameter besides planes -------------------------------------------------------
+    # ---- the numbers in the state of a parameter -------------------------------------------------------
 
     def numbers(self, key: int) -> dict[str, Scalar]:
-        """Numbers in a parameter's state besides planes, by torch's names; always with `step`. `key`: id(parameter)."""
+        """Numbers in a parameter's state, by torch's names; always with `step`. `key`: id(parameter)."""
         progress = self.progress.get(key)
-        more = {name: scalar for name, scalar in progress.scalars if scalar.value is not None} if progress else {}
-        return {"step": Scalar(self.step_counts.get(key, 0)), **more}
+        scalars = {name: scalar for name, scalar in progress.scalars if scalar.value is not None} if progress else {}
+        return {"step": Scalar(self.step_counts.get(key, 0)), **scalars}
 
     def saved_numbers(self, key: int) -> dict[str, Scalar]:
         """`numbers` for a checkpoint: also marks states that no update of the parameter has made so far.
 
         `key`: id(parameter).
         """
-        progress, found = self.progress.get(key), self.numbers(key)
+        progress, numbers = self.progress.get(key), self.numbers(key)
         if progress is None:
-            return found
-        named = {name for name, _ in progress.scalars}
+            return numbers
+        scalar_names = {name for name, _ in progress.scalars}
         for name in self._state_names(self._rule(key)):
-            if name not in progress.present and name not in found:
-                found[ABSENT + name] = Scalar(NOTHING if name in named else MISSING)
-        return found
+            if name not in progress.present and name not in numbers:
+                numbers[ABSENT + name] = Scalar(NOTHING if name in scalar_names else MISSING)
+        return numbers
 
     def number_names(self) -> list[str]:
         """All names that `saved_numbers` may have, besides `step`."""
-        every = (name for rule in self.rules.each for name in self._state_names(rule))
+        states = (name for rule in self.rules.each for name in self._state_names(rule))
         numbers = (name for rule in self.rules.each for name in rule.scalars)
-        return list(dict.fromkeys([*numbers, *(ABSENT + name for name in every)]))
+        return list(dict.fromkeys([*numbers, *(ABSENT + name for name in states)]))
 
     def _state_names(self, rule: Rule) -> list[str]:
         return [*rule.states, *rule.scalars]
@@ -254,42 +254,42 @@ class ExternalStateOptimizer(torch.optim.Optimizer):
         return self.rules.each[numbers.get(key, 0)]
 
     def rule_numbers(self) -> dict[int, int]:
-        """id(parameter) -> number of the rule that its states are of; a new parameter's is its group's."""
+        """id(parameter) -> number of the rule whose states it has; a new parameter's is its group's."""
         now = self.rules.numbers(self.param_groups)
         self._numbers = {key: self._numbers.get(key, number) for key, number in now.items()}
         return self._numbers
 
     def _check_rule(self, parameter: torch.Tensor, rule: Rule) -> None:
-        """Raise ConfigError if the parameter's group has another rule than the one that its states are of."""
-        kept = self._rule(id(parameter))
-        if kept is not rule:
+        """Raise ConfigError if the parameter's states are of another rule than its group's."""
+        state_rule = self._rule(id(parameter))
+        if state_rule is not rule:
             raise ConfigError(
                 f"param_groups: a parameter of shape {tuple(parameter.shape)} is in a group of {rule.name}, but its "
-                f"states are of {kept.name}, whose group it was in when it was first planned; put it back, or set "
-                f"{self.rules.flag} before zero.initialize"
+                f"states are of {state_rule.name}, whose group it was in when it was first planned; put it back, or "
+                f"set {self.rules.flag} before zero.initialize"
             )
 
     def default_group(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
         """The first param group with the default rule of such a parameter."""
         flag = self.rules.default(name, parameter)
-        alike = (group for group in self.param_groups if bool(group.get(self.rules.flag)) == flag)
-        return next(alike, self.param_groups[0])
+        matching = (group for group in self.param_groups if bool(group.get(self.rules.flag)) == flag)
+        return next(matching, self.param_groups[0])
 
-    def visible_states(self, key: int, planes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The planes that torch's optimizer would have for a parameter; before the first update, its initial values.
+    def visible_states(self, key: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors that torch's optimizer would have for a parameter; before the first update, its initial values.
 
-        `key`: id(parameter); `planes`: by name, as they are stored.
+        `key`: id(parameter); `tensors`: by name, as they are stored.
         """
         progress, fills = self.progress.get(key), self._rule(key).fills
         if progress is not None:
-            there = {*progress.present, *self._rule(key).small}
-            return {name: planes[name] for name in planes if name in there}
+            present = {*progress.present, *self._rule(key).small}
+            return {name: tensors[name] for name in tensors if name in present}
         if self.step_counts.get(key, 0):
-            return dict(planes)
-        return {name: torch.full_like(plane, fills.get(name, 0.0)) for name, plane in planes.items()}
+            return dict(tensors)
+        return {name: torch.full_like(tensor, fills.get(name, 0.0)) for name, tensor in tensors.items()}
 
     def set_numbers(self, key: int, saved: Mapping[str, torch.Tensor]) -> None:
-        """Continue a parameter from the values of `saved_numbers`, and from its planes.
+        """Continue a parameter from the values of `saved_numbers`, and from its array states.
 
         `key`: id(parameter); `saved`: of shape (); missing numbers begin anew.
         """
@@ -297,15 +297,15 @@ class ExternalStateOptimizer(torch.optim.Optimizer):
         self.progress.pop(key, None)
         rule = self._rule(key)
         absent = {name: int(saved[ABSENT + name].item()) for name in self._state_names(rule) if ABSENT + name in saved}
-        wanted = {name: like for name, like in rule.scalars.items() if name not in absent}
-        if count and wanted.keys() <= saved.keys():
-            scalars = [(name, like.convert(saved[name])) for name, like in wanted.items()]
+        examples = {name: example for name, example in rule.scalars.items() if name not in absent}
+        if count and examples.keys() <= saved.keys():
+            scalars = [(name, example.convert(saved[name])) for name, example in examples.items()]
             scalars += [(name, Scalar(None)) for name, why in absent.items() if why == NOTHING]
             present = tuple(name for name in rule.states if name not in absent)
             self.progress[key] = Progress(tuple(scalars), present)
 
     def numbers_missing(self, key: int, saved: Mapping[str, torch.Tensor]) -> list[str]:
-        """Numbers that updates of the parameter have made, and that `saved` has not: it is of another optimizer."""
+        """Numbers that an updated parameter must have and `saved` lacks: `saved` is of another optimizer."""
         if "step" not in saved or not int(saved["step"].item()):
             return []
         return [name for name in self._rule(key).scalars if name not in saved and ABSENT + name not in saved]
@@ -316,7 +316,7 @@ class ExternalStateOptimizer(torch.optim.Optimizer):
         self.progress.pop(key, None)
         self.small.pop(key, None)
 
-    # ---- states, whole ---------------------------------------------------------------------------------
+    # ---- all states ------------------------------------------------------------------------------------
 
     def set_state_access(self, state_access: StateAccess) -> None:
         """Read and write states through `state_access` from now on."""
@@ -345,7 +345,7 @@ class ExternalStateOptimizer(torch.optim.Optimizer):
         Raises BudgetError: the host has no room for the states; `engine.save_checkpoint` needs none.
         """
         if self._state_access is not None:
-            if self.state:  # a closed engine has none left
+            if self.state:  # a closed engine has no states
                 self._state_access.check_open("state_dict")
             elements = sum(p.numel() * len(self._rule(id(p)).states) for p in self.state)
             elements += sum(shape.numel() for p in self.state for shape, _ in self.small_shapes(p).values())
@@ -360,24 +360,24 @@ class ExternalStateOptimizer(torch.optim.Optimizer):
         if self._state_access is not None:
             self._state_access.check_open("load_state_dict")
             self._state_access.allocate_states()  # parameters may join the groups by it
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
-        given = state_dict["param_groups"]
-        sizes, wanted = ([len(group["params"]) for group in groups] for groups in (given, self.param_groups))
-        if sizes != wanted:
-            raise ConfigError(f"optimizer.load_state_dict: expected groups of {wanted} parameters, got {sizes}")
-        check_flags(self, given, "optimizer.load_state_dict", "the given state")
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        saved_groups = state_dict["param_groups"]
+        sizes, expected = ([len(group["params"]) for group in groups] for groups in (saved_groups, self.param_groups))
+        if sizes != expected:
+            raise ConfigError(f"optimizer.load_state_dict: expected groups of {expected} parameters, got {sizes}")
+        check_flags(self, saved_groups, "optimizer.load_state_dict", "the given state")
         self.check_states(state_dict["state"].values())
-        places = [place for group in given for place in group["params"]]
+        places = [place for group in saved_groups for place in group["params"]]
         states = [state_dict["state"].get(place, {}) for place in places]
         pairs = list(zip(self._parameters(), states, strict=True))
         for parameter, state in pairs:
             self._check_small(parameter, state)
         self.replace_all_states(pairs)
-        for group, options in zip(self.param_groups, given, strict=True):
+        for group, options in zip(self.param_groups, saved_groups, strict=True):
             group.update({key: value for key, value in options.items() if key != "params"})
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def replace_all_states(self, pairs: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
         for parameter, states in pairs:
@@ -390,38 +390,38 @@ class ExternalStateOptimizer(torch.optim.Optimizer):
             return
         self._check_small(parameter, states)
         updated = bool(self.step_counts.get(id(parameter)))
-        planes = self.replace_numbers(parameter, states)
-        if updated and not states:  # the next first update starts from the stored planes, so clear them
-            held, names = self._state_access.read_states(parameter), self._rule(id(parameter)).states
-            planes = {name: torch.zeros_like(held[name]) for name in names}
-        for name, value in planes.items():
+        tensors = self.replace_numbers(parameter, states)
+        if updated and not states:  # the next first update starts from the stored array states, so clear them
+            stored, names = self._state_access.read_states(parameter), self._rule(id(parameter)).states
+            tensors = {name: torch.zeros_like(stored[name]) for name in names}
+        for name, value in tensors.items():
             self._state_access.write_state(parameter, name, value)
 
     def replace_numbers(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """As `replace_states`, except for the planes: returns their values, by name."""
+        """As `replace_states`, except for tensors: returns their values, by name."""
         self.forget_parameter(id(parameter))
         if not states:
             return {}
         rule = self._rule(id(parameter))
         names = (*rule.states, *rule.small)
-        planes = {name: states[name] for name in names if states.get(name) is not None}
-        self.set_numbers(id(parameter), self._numbers_in(rule, states, planes))
-        return planes
+        tensors = {name: states[name] for name in names if states.get(name) is not None}
+        self.set_numbers(id(parameter), self._numbers_in(rule, states, tensors))
+        return tensors
 
     def _numbers_in(
-        self, rule: Rule, states: Mapping[str, Any], planes: Mapping[str, torch.Tensor]
+        self, rule: Rule, states: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """The argument of `set_numbers`, from a parameter's states in a `state_dict`."""
         numbers = {
             name: Scalar.from_value(value).to_tensor()
             for name, value in states.items()
             if isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-            if name not in planes
+            if name not in tensors
         }
-        if planes:  # a class that does not count steps has taken at least one
+        if tensors:  # a class that does not count steps has taken at least one
             numbers.setdefault("step", torch.tensor(1, device="cpu"))
         for name in rule.states:
-            if name not in planes:
+            if name not in tensors:
                 numbers[ABSENT + name] = torch.tensor(NOTHING if name in states else MISSING, device="cpu")
         return numbers
 
@@ -505,7 +505,7 @@ class ZeroOptimizer(ExternalStateOptimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Take the step that `engine.step()` takes on an accumulation boundary.
 
-        Raises StateError: a closure was given: it would run the model inside the step.
+        Raises StateError: a closure was passed: it would run the model inside the step.
         """
         if closure is not None:
             raise StateError(
@@ -534,7 +534,7 @@ class ZeroOptimizer(ExternalStateOptimizer):
 
     def _hooks(self, kind: str) -> list[tuple[Any, Any]]:
         optimizers = [self] if self.user_optimizer is None else [self, self.user_optimizer]
-        return [(each, hook) for each in optimizers for hook in getattr(each, kind, {}).values()]
+        return [(optimizer, hook) for optimizer in optimizers for hook in getattr(optimizer, kind, {}).values()]
 
     def _call_hooks(self, hooks: list[tuple[Any, Any]]) -> None:
         for optimizer, hook in hooks:
@@ -568,8 +568,8 @@ class ZeroOptimizer(ExternalStateOptimizer):
             raise StateError("optimizer.offload_states: the optimizer does not belong to an engine")
         return self.offloader
 
-    # The loss scale; whether it follows the overflows; and the number of steps, skipped ones too, which only a dynamic
-    # scale counts.
+    # The loss scale; whether overflows change it; and the number of steps, skipped ones too, which only a dynamic scale
+    # counts.
     cur_scale = loss_scale = property(
         lambda self: self.loss_scaler.cur_scale,
         lambda self, value: setattr(self.loss_scaler, "cur_scale", float(value)),

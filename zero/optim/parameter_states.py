@@ -1,7 +1,7 @@
-"""States of parameters whose memory belongs to user code: the planes, and the pipeline that updates them.
+"""States of parameters whose memory belongs to user code: their tiered arrays, and the pipeline that updates them.
 
-Records are in host memory or on NVMe, as an engine's are, and the same pipeline updates them. Only weights and
-gradients have no homes of their own: during a job their planes are views of the parameters' memory and of `.grad`.
+Optimizer states are in host memory or on NVMe, as an engine's are, and the same pipeline updates them. Only weights and
+gradients have no homes of their own: during a job their arrays are views of the parameters' memory and of `.grad`.
 
 [Note: a step that fails] The step counts as taken, even if something fails: the remaining work is kept, with the
 gradients that the step began with. The only possible calls for these states are to finish the step or to load others.
@@ -43,7 +43,7 @@ EDITS_NUMEL = 1 << 18  # Elements that are searched for edits at a time.
 
 @dataclass(slots=True)
 class UnfinishedStep:
-    """The part of a step that is left to do."""
+    """The remaining work of a step."""
 
     arguments: StepArguments
     gradients: Mapping[int, StepGradient]  # Index of the unit -> its gradient.
@@ -64,8 +64,8 @@ class _StepGradients:
 class _EditAwareRule:
     """A rule whose fp16 weights may have been edited since the last step: an edited weight becomes its own master.
 
-    A bf16 weight and its remainder always make a master that rounds to the weight. An fp16 weight's master is stored
-    whole, and would undo an edit.
+    A bf16 weight and its remainder always make a master that rounds to the weight. For an fp16 weight the full master
+    is stored, and would undo an edit.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -111,7 +111,7 @@ class ParameterStates:
         on_cpu = shares_host_memory(self.device)
         self._threads = update_threads(self.layout.numel, kernel_threads(on_cpu=on_cpu))
         self._future: IoFuture[Any] | None = None
-        self.unfinished_step: UnfinishedStep | None = None  # The rest of a step that has failed.
+        self.unfinished_step: UnfinishedStep | None = None  # The remaining work of a step that has failed.
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -128,11 +128,13 @@ class ParameterStates:
             if gradient is not None:
                 run = self._gradient_of(unit, local_of(gradient))
                 homes[self.layout.space_of(unit)].append(Home(unit.begin, unit.end, run.view(torch.uint8)))
-        planes = self._arrays_over("gradients", homes)
-        taken = {unit.index: StepGradient(planes[self.layout.space_of(unit)], unit.dtype) for unit in self.layout.units}
+        arrays = self._arrays_over("gradients", homes)
+        step_gradients = {
+            unit.index: StepGradient(arrays[self.layout.space_of(unit)], unit.dtype) for unit in self.layout.units
+        }
         due = [group for group in self.plan.sub_groups if self._pipeline.trained_units(group, arguments)]
-        fenced = replace(arguments, event=self.storage.streams.record_event())
-        return UnfinishedStep(fenced, taken, deque(due))
+        arguments = replace(arguments, event=self.storage.streams.record_event())
+        return UnfinishedStep(arguments, step_gradients, deque(due))
 
     def finish_step(self) -> None:
         """Do the remaining work of the step. Raises StorageError: a read or a write failed; work not done remains."""
@@ -144,8 +146,8 @@ class ParameterStates:
         except StorageError as error:
             raise error.within(f"update of step {remaining.arguments.number}") from error
         finally:
-            changed = self._units.keys() & remaining.arguments.values.keys()
-            for index in changed:  # so that autograd refuses a graph from before, whose weights are overwritten
+            # So that autograd refuses a graph from before, whose weights are overwritten.
+            for index in self._units.keys() & remaining.arguments.values.keys():
                 torch.autograd.graph.increment_version(local_of(self.parameters[index]))
         self.unfinished_step = None
 
@@ -154,21 +156,21 @@ class ParameterStates:
         await self.storage.retry_failed_writes()
         due, failed = remaining.due_groups, False
 
-        async def begin() -> None:
+        async def before_update() -> None:
             pass
 
         async def update(group: SubGroup) -> None:
-            changed = False
+            is_applied = False
 
             def on_applied(_: frozenset[int]) -> None:
-                nonlocal changed
-                changed = True
+                nonlocal is_applied
+                is_applied = True
 
             try:
-                told = UpdateListener(begin, on_applied, lambda: None, lambda: None)
-                await self._pipeline.update_group(group, remaining.arguments, {}, told, self._threads)
+                listener = UpdateListener(before_update, on_applied, lambda: None, lambda: None)
+                await self._pipeline.update_group(group, remaining.arguments, {}, listener, self._threads)
             except ZeroInfinityError:  # a read or write failed, before or after the update of all elements
-                if not changed:
+                if not is_applied:
                     due.appendleft(group)
                 raise
             except BaseException:
@@ -193,11 +195,11 @@ class ParameterStates:
 
         They come in storage order. Raises StorageError.
         """
-        wanted = sorted(indices, key=self._storage_position)
+        ordered = sorted(indices, key=self._storage_position)
         self._drop_views()
         self._view_weights()
         try:
-            for index in wanted:
+            for index in ordered:
                 yield index, self._read_parameter(index)
         finally:
             self._stored_values.close()
@@ -210,20 +212,20 @@ class ParameterStates:
     def _read_parameter(self, index: int) -> dict[str, Tensor]:
         parameter = self.parameters[index].detach()
         names = [*self.plan.states[0], *([MASTER] if parameter.dtype != torch.float32 else [])]
-        found = {name: torch.empty_like(parameter, dtype=torch.float32, device="cpu") for name in names}
+        states = {name: torch.empty_like(parameter, dtype=torch.float32, device="cpu") for name in names}
         unit = self._units.get(index)
         if unit is None:
-            return found
-        runs = {name: _require_flat_view(local_of(values)) for name, values in found.items()}
+            return states
+        flat_states = {name: _require_flat_view(local_of(values)) for name, values in states.items()}
         for piece in self._stored_values.pieces_of_slot(unit, unit.slots[0], 0, unit.numel, True):
             part = slice(piece.first, piece.first + piece.weight.numel())
             for name, values in zip(self.plan.states[0], piece.states or (), strict=True):
-                runs[name][part] = values
+                flat_states[name][part] = values
             if piece.remainder is not None:
                 weight, remainder = piece.weight.cpu(), piece.remainder.cpu().clone()
                 _apply_edits(weight, remainder)
-                masters.join(runs[MASTER][part], weight, remainder)
-        return found
+                masters.join(flat_states[MASTER][part], weight, remainder)
+        return states
 
     def write_states(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Replace all states of parameters: index -> states by name, as from `read_states`; missing states become zero.
@@ -232,49 +234,49 @@ class ParameterStates:
 
         Raises StorageError: a read or a write failed; some states are new and others are not.
         """
-        runs = {
+        flat_states = {
             unit.index: {
                 name: partial(self._elements_like, index, local_of(value)) for name, value in states[index].items()
             }
             for index, unit in self._units.items()
             if index in states
         }
-        if runs:
-            self._run_job("loading states", partial(self._write_groups, runs))
+        if flat_states:
+            self._run_job("loading states", partial(self._write_groups, flat_states))
 
-    async def _write_groups(self, runs: Mapping[int, Mapping[str, Callable[[], Tensor]]]) -> None:
+    async def _write_groups(self, flat_states: Mapping[int, Mapping[str, Callable[[], Tensor]]]) -> None:
         await self.storage.retry_failed_writes()
         for group in self.plan.sub_groups:
-            units = [unit for unit in self.layout.units_in(group) if unit.index in runs]
+            units = [unit for unit in self.layout.units_in(group) if unit.index in flat_states]
             if not units:
                 continue
             staged = StagedSubGroup(self.storage, self.layout, group, units=())
-            await staged.lease("state record")
+            await staged.lease("optimizer state")
             try:
                 await staged.read()
                 for unit in units:
-                    self._put_states(staged, unit, runs[unit.index])
+                    self._put_states(staged, unit, flat_states[unit.index])
                 await staged.state.write()
             finally:
                 staged.free()
 
-    def _put_states(self, staged: StagedSubGroup, unit: Unit, runs: Mapping[str, Callable[[], Tensor]]) -> None:
-        """Put the states of a part of a unit into its record."""
-        record, (begin, end) = staged.state_view(), staged.group.range_in(unit)
+    def _put_states(self, staged: StagedSubGroup, unit: Unit, flat_states: Mapping[str, Callable[[], Tensor]]) -> None:
+        """Put the states of a part of a unit into the sub-group's optimizer state."""
+        state, (begin, end) = staged.state_view(), staged.group.range_in(unit)
         at, part = begin - staged.group.begin, slice(begin - unit.begin, end - unit.begin)
         for which, name in enumerate(self.plan.states[0]):
-            run = runs.get(name)
+            run = flat_states.get(name)
             values = (
                 torch.zeros(end - begin, dtype=torch.float32, device="cpu")
                 if run is None
                 else run()[part].to("cpu", torch.float32)
             )
-            record.states.write(which, at, values)
-        if record.remainder is not None:
-            run = runs.get(MASTER)
+            state.states.write(which, at, values)
+        if state.remainder is not None:
+            run = flat_states.get(MASTER)
             weight = _require_flat_view(local_of(self.parameters[unit.slots[0].index]))
             master = (weight if run is None else run())[part].to("cpu", torch.float32)
-            masters.split(torch.empty_like(master, dtype=unit.dtype), record.remainder[at : at + end - begin], master)
+            masters.split(torch.empty_like(master, dtype=unit.dtype), state.remainder[at : at + end - begin], master)
 
     def check_state(self, index: int, name: str, value: Tensor) -> None:
         """Raise ConfigError if a state is not of its parameter's shape, or not sharded as the parameter is."""
@@ -310,30 +312,30 @@ class ParameterStates:
     def _run_job(self, what: str, job: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._drop_views()
         self._view_weights()
-        transfer = self._future = self.storage.io_loop.submit(what, job())
+        future = self._future = self.storage.io_loop.submit(what, job())
         try:
-            transfer.result()
+            future.result()
         finally:
-            if transfer.done():  # else an interrupt ended the wait, and the job still runs
+            if future.done():  # else an interrupt ended the wait, and the job still runs
                 self._drop_views()
 
     def _drop_views(self) -> None:
         """Wait for a job that an interrupt has left running, and drop the views of parameters and gradients."""
-        transfer, self._future = self._future, None
-        if transfer is not None:
-            transfer.wait()  # its error was reported, or a later call raises it again
+        future, self._future = self._future, None
+        if future is not None:
+            future.wait()  # its error was reported, or a later call raises it again
         self._gradients.by_unit = {}
         self.storage.weights[:] = self._arrays_over("weights", [[] for _ in self.layout.spaces])
 
     def _view_weights(self) -> None:
-        """Until `_drop_views`, the planes of weights are views of the parameters' present memory."""
+        """Until `_drop_views`, the arrays of weights are views of the parameters' present memory."""
         self.storage.weights[:] = self._arrays_over("weights", self._weight_homes())
 
     def _arrays_over(self, what: str, homes: Sequence[list[Home]]) -> list[TieredArray]:
         streams = self.storage.streams
         return [
-            TieredArray(f"{what} ({space.dtype})", space.dtype.itemsize, of_space, None, streams)
-            for space, of_space in zip(self.layout.spaces, homes, strict=True)
+            TieredArray(f"{what} ({space.dtype})", space.dtype.itemsize, space_homes, None, streams)
+            for space, space_homes in zip(self.layout.spaces, homes, strict=True)
         ]
 
     def _weight_homes(self) -> list[list[Home]]:
@@ -345,15 +347,16 @@ class ParameterStates:
             expected = (self.device, unit.dtype, unit.numel)
             if found != expected or run is None:
                 raise StateError(
-                    f"{unit.name}: expected {_describe(*expected)} as when its states were made, got {_describe(*found)}; "
-                    "make the optimizer after the model has been moved to its device, cast to its dtype and sharded"
+                    f"{unit.name}: expected {_describe(*expected)} as when its states were made, got "
+                    f"{_describe(*found)}; make the optimizer after the model has been moved to its device, cast to "
+                    "its dtype and sharded"
                 )
-            was, order = self._memory_orders[unit.slots[0].index], _memory_order(weight)
-            if was != order:
+            expected_order, order = self._memory_orders[unit.slots[0].index], _memory_order(weight)
+            if expected_order != order:
                 raise StateError(
-                    f"{unit.name}: expected shape and strides {was} as when its states were made, got {order}: the "
-                    "order of its elements is no longer that of their states; change the memory format before making "
-                    "the optimizer"
+                    f"{unit.name}: expected shape and strides {expected_order} as when its states were made, got "
+                    f"{order}: the order of its elements is no longer that of their states; change the memory format "
+                    "before making the optimizer"
                 )
             homes[self.layout.space_of(unit)].append(Home(unit.begin, unit.end, run.view(torch.uint8)))
         return homes
@@ -365,8 +368,8 @@ class ParameterStates:
         expected = (self.device, unit.dtype, unit.numel)
         if found != expected or gradient.layout != torch.strided:
             raise StateError(
-                f"gradient of {unit.name}: expected {_describe(*expected)}, got {_describe(*found)}, {gradient.layout}; a "
-                "gradient must be dense, and have the parameter's dtype and device"
+                f"gradient of {unit.name}: expected {_describe(*expected)}, got {_describe(*found)}, "
+                f"{gradient.layout}; a gradient must be dense, and have the parameter's dtype and device"
             )
         run = flat_view(gradient) if has_same_order(gradient, weight) else None
         return _require_flat_view(torch.empty_like(weight).copy_(gradient)) if run is None else run
@@ -409,15 +412,16 @@ def _check_parameter(name: str, parameter: Tensor, rule: Rule) -> Tensor:
 
 def local_of(tensor: Tensor) -> Tensor:
     """The detached tensor; for a DTensor, this process's part. It shares the memory."""
-    found = tensor.detach()
-    to_local = getattr(found, "to_local", None)
+    detached = tensor.detach()
+    to_local = getattr(detached, "to_local", None)
     if to_local is None:
-        return found
+        return detached
     with torch.no_grad():
         local: Tensor = to_local()
     wait = getattr(local, "wait", None)  # a collective is still writing it
-    waited: Tensor = local if wait is None else wait()
-    return waited
+    if wait is not None:
+        local = wait()
+    return local
 
 
 def flat_view(tensor: Tensor) -> Tensor | None:
@@ -431,17 +435,17 @@ def flat_view(tensor: Tensor) -> Tensor | None:
 
 
 def has_same_order(tensor: Tensor, like: Tensor) -> bool:
-    """True if both tensors have the same memory order, so that equal positions in their runs are the same element."""
+    """True if both tensors have the same memory order: equal positions in their flat views are the same element."""
     pairs = zip(tensor.shape, tensor.stride(), like.stride(), strict=True)
-    return all(mine == theirs for size, mine, theirs in pairs if size > 1)
+    return all(stride == like_stride for size, stride, like_stride in pairs if size > 1)
 
 
 def _require_flat_view(tensor: Tensor) -> Tensor:
-    """As `flat_view`, for a tensor that must have a run."""
-    run = flat_view(tensor)
-    if run is None:
+    """As `flat_view`, for a tensor that must have one."""
+    flat = flat_view(tensor)
+    if flat is None:
         raise StateError(f"a tensor of {tuple(tensor.shape)} with strides {tensor.stride()} has gaps")
-    return run
+    return flat
 
 
 def _describe(device: torch.device, dtype: torch.dtype, numel: int) -> str:

@@ -4,7 +4,7 @@
 fetched, so updates run in the order of the next forward and overlap with it; the update also delivers the forward's
 weights. A sub-group that no forward needs is updated when its values are read, and at the latest before the next step.
 
-[Note: failure] After a failed read the sub-group stays due. After a failed write the planes hold the new values in
+[Note: failure] After a failed read the sub-group stays due. After a failed write the arrays hold the new values in
 memory, and no update starts until they are on the disk: on a failing disk each further update would strand a block.
 The next call of the engine raises the error, which names the step.
 
@@ -12,8 +12,8 @@ The next call of the engine raises the error, which names the step.
 collective. So with several ranks a read or write that fails is repeated at once, and the next step reports it on all
 ranks. Only if it fails again, this rank's forward fails.
 
-[Note: threads] Only the mover's thread writes this state, except in `begin_step`, which is called while nothing is due.
-Other threads ask whether sub-groups are pending; the mover only takes some out, so an answer can only become "no".
+[Note: threads] Only the I/O loop writes this state, except in `begin_step`, which is called while nothing is due. Other
+threads ask whether sub-groups are pending; the I/O loop only takes some out, so an answer can only become "no".
 """
 
 from __future__ import annotations
@@ -50,25 +50,28 @@ class PendingUpdates:
     """The sub-groups of the last step that are not updated yet.
 
     Args:
-        threads: of the kernel on the host inside `finish_groups`. During a forward or backward that computes on the host too,
-            the kernel has one thread.
+        threads: of the kernel on the host inside `finish_groups`. During a forward or backward that computes on the
+            host too, the kernel has one thread.
         is_single_rank: there are no other ranks.
     """
 
     def __init__(
         self, layout: Layout, storage: Storage, pipeline: SubGroupPipeline, threads: int, *, is_single_rank: bool
     ) -> None:
-        self._storage, self._pipeline, self._threads, self.is_single_rank = storage, pipeline, threads, is_single_rank
+        self._storage = storage
+        self._pipeline = pipeline
+        self._threads = threads
+        self.is_single_rank = is_single_rank
         self._threads_in_forward = 1 if storage.streams.has_unified_memory else threads
         self.arguments = StepArguments({}, 1.0, 0)  # The last step's.
         self._due: set[SubGroup] = set()
         self._unapplied: set[SubGroup] = set()
         self._running: dict[SubGroup, RunningUpdate] = {}
         self._unstored: set[SubGroup] = set()
-        # Called on the mover's loop with a unit when its weights of the last step are stored in their home.
+        # Called on the I/O loop with a unit when its weights of the last step are stored in their home.
         self.on_unit_stored: Callable[[int], None] = lambda index: None
         self.failure: StorageError | None = None  # A result could not be stored, and is not on the disk yet.
-        self.unreported: StorageError | None = None  # With several ranks: what the next step has to report to all.
+        self.unreported: StorageError | None = None  # With several ranks: the next step reports it to all.
         self._stranded: set[SubGroup] = set()  # Updated, and not completely on the disk because a write has failed.
         self._rewriting = asyncio.Lock()
         self.is_stopped = False  # The engine closes: no further update begins.
@@ -109,12 +112,12 @@ class PendingUpdates:
     def is_idle(self) -> bool:
         return not (self._unapplied or self._running)
 
-    # ---- the mover ----------------------------------------------------------------------------
+    # ---- the I/O loop -------------------------------------------------------------------------
 
     async def fetch(self, unit: Unit, into: torch.Tensor, events: tuple[MaybeEvent, ...]) -> MaybeEvent:
-        """Fill `into` (uint8, flat unit, on the compute device) with the unit's weights of the last step.
+        """Fill `into` (uint8, a flat buffer on the compute device) with the unit's weights of the last step.
 
-        Returns a fence after the copies, which may still be running. Raises StorageError: the content of `into` is
+        Returns an event after the copies, which may still be running. Raises StorageError: the content of `into` is
         useless; sub-groups not updated stay due.
 
         Args:
@@ -130,7 +133,7 @@ class PendingUpdates:
     ) -> MaybeEvent:
         """Fill parts of `into` (uint8, on the compute device) with parts of the unit's weights of the last step.
 
-        Returns a fence after the copies, which may still be running. Raises StorageError: the content of `into` is
+        Returns an event after the copies, which may still be running. Raises StorageError: the content of `into` is
         useless; sub-groups not updated stay due.
 
         Args:
@@ -143,9 +146,9 @@ class PendingUpdates:
         groups = [g for g in self._groups[unit.index] if any(g.begin < end and lo < g.end for lo, end, _ in rows)]
         await self.update_groups(groups)
         await self._wait_for_groups(groups)  # until then the disk holds the old weights
-        plane = storage.weights[self._layout.space_of(unit)]
+        array = storage.weights[self._layout.space_of(unit)]
         parts = [(begin, end, into[at * width : (at + end - begin) * width]) for begin, end, at in rows]
-        read = partial(fetch_range, plane)
+        read = partial(fetch_range, array)
         await self.run_with_retry(
             lambda: await_all([read(*p, storage.host_pool, storage.streams, events) for p in parts])
         )
@@ -182,17 +185,17 @@ class PendingUpdates:
         await self._rewrite_stranded()
 
     def set_failure(self, error: StorageError) -> None:
-        """What could not be written is kept in memory; no update starts until it is on the disk."""
+        """A result could not be written and is kept in memory; no update starts until it is on the disk."""
         self.failure = self.failure or error
         if not self.is_single_rank:
             self.unreported = self.unreported or error
 
     def groups_of(self, units: Iterable[int] | None) -> list[SubGroup]:
         """The sub-groups of these units (None: all) that are due or running, in coordinate order. For any thread."""
-        # A snapshot first: hashing sub-groups runs Python code, and the mover may end an update meanwhile.
+        # A snapshot first: hashing sub-groups runs Python code, and the I/O loop may end an update meanwhile.
         busy = self._due | self._unapplied | set(tuple(self._running))
-        wanted = busy if units is None else {group for index in units for group in self._groups[index]} & busy
-        return sorted(wanted, key=lambda group: (group.space, group.begin))
+        groups = busy if units is None else {group for index in units for group in self._groups[index]} & busy
+        return sorted(groups, key=lambda group: (group.space, group.begin))
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -221,7 +224,10 @@ class PendingUpdates:
             await transfer()
 
     async def _rewrite_stranded(self) -> None:
-        """Write what is kept in memory, while other updates may run. Raises StorageError if a write fails again."""
+        """Write the results that are kept in memory, while other updates may run.
+
+        Raises StorageError: a write has failed again.
+        """
         async with self._rewriting:
             while self.failure is not None:
                 groups = set(self._stranded)
@@ -269,17 +275,16 @@ class PendingUpdates:
 
     async def _read_weights(self, unit: Unit, begin: int, end: int, delivery: Delivery) -> None:
         storage, width = self._storage, unit.dtype.itemsize
-        plane = storage.weights[self._layout.space_of(unit)]
+        array = storage.weights[self._layout.space_of(unit)]
         part = delivery.into[(begin - unit.begin) * width : (end - unit.begin) * width]
-        await fetch_array(plane, begin, end, part, storage.host_pool, storage.streams, delivery.events)
+        await fetch_array(array, begin, end, part, storage.host_pool, storage.streams, delivery.events)
 
     def _start_update(self, group: SubGroup, deliveries: dict[int, Delivery], threads: int) -> RunningUpdate:
-        self._due.discard(
-            group
-        )  # so that it is not begun twice; `_run_update` adds it again if it fails before it is applied
-        on_host = frozenset(index for index, delivery in deliveries.items() if delivery.into.device.type == "cpu")
+        # So that it is not begun twice; `_run_update` adds it again if it fails before it is applied.
+        self._due.discard(group)
+        borrowed_units = frozenset(i for i, delivery in deliveries.items() if delivery.into.device.type == "cpu")
         loop = asyncio.get_running_loop()
-        running = RunningUpdate(loop.create_future(), loop.create_future(), on_host)
+        running = RunningUpdate(loop.create_future(), loop.create_future(), borrowed_units)
         running.task = asyncio.create_task(self._run_update(group, deliveries, running, threads))
         self._running[group] = running
         return running
@@ -304,19 +309,18 @@ class PendingUpdates:
 
         try:
             await before_update()
-            told = UpdateListener(
-                before_update, on_applied, on_memory_returned, lambda: self._on_groups_stored([group])
-            )
-            await self._pipeline.update_group(group, self.arguments, deliveries, told, threads)
+            on_stored = partial(self._on_groups_stored, [group])
+            listener = UpdateListener(before_update, on_applied, on_memory_returned, on_stored)
+            await self._pipeline.update_group(group, self.arguments, deliveries, listener, threads)
         except BaseException as error:
             await self._on_failed_update(group, running, error)
         finally:
             if not running.memory_future.done():
                 running.memory_future.set_result(None)
-            del self._running[group]  # last: a reader that finds no running update reads the planes
+            del self._running[group]  # last: a reader that finds no running update reads the arrays
 
     async def _on_failed_update(self, group: SubGroup, running: RunningUpdate, error: BaseException) -> None:
-        """Keep the sub-group due, if its values did not change, or its new values in memory; tell who waits."""
+        """Keep the sub-group due, if its values did not change, or its new values in memory; end the waits."""
         named = error
         if isinstance(error, StorageError) and error is not self.failure:
             named = error.within(f"update of step {self.arguments.number}")

@@ -1,19 +1,19 @@
-"""Gradients of several ranks: each rank keeps the sum of its slice, divided by the number of ranks.
+"""Gradients of several ranks: each rank keeps the sum of its shard, divided by the number of ranks.
 
 [Note: order of reductions] A reduction needs all ranks, so all must start the same reductions in the same order, even
 if their own backwards run in different orders. At the end of a backward the ranks agree on the order of the next one
 with the same number in its step: the units that all ranks have always had, in the first rank's order. The initial order
-is the layout's, reversed. A unit whose turn has not come waits, in host memory if the pool has no room. At the end of
-backward the rest of the order follows, with zeros for gradients that a rank does not have, and then all other gradients
-that any rank has.
+is the layout's, reversed. A unit that is not the next one waits, in host memory if the pool has no room. At the end of
+backward the remaining units of the order are reduced, with zeros for gradients that a rank does not have, and then all
+other gradients that any rank has.
 
 [Note: what is rounded] The bits must not depend on that order, because a resumed run has another order. So each rank
-gives a parameter's first gradient of a backward to one reduction. Its mean is rounded to the unit's dtype, even if it
+puts a parameter's first gradient of a backward into one reduction. Its mean is rounded to the unit's dtype, even if it
 is then added to an earlier backward's gradient in fp32. Further gradients of the same backward (from a block that is
 recomputed several times) are added up in fp32 and reduced in fp32 at its end, whether the first still waits or not. If
 every rank has reduced zeros, the unit counts as one without a gradient.
 
-[Note: whole gradients] Stages 0 and 1 reduce once per step: until then each rank adds up whole gradients in fp32.
+[Note: stages 0 and 1] They reduce once per step: until then each rank adds up full gradients in fp32.
 
 [Note: failure] A rank whose disk fails goes on reducing, because the others wait for it. A sum that could not be
 written is kept in memory until a later write succeeds; if its disk fails again before that, or a sum cannot be made,
@@ -55,9 +55,8 @@ class ReductionOrder:
         self._expected, self._orders = expected, dict[int, list[int]]()
         self._number = -1
         self._next = 0
-        self.arrived_units: list[
-            int
-        ] = []  # Units with a gradient in this backward, in the order of their first gradients.
+        # Units with a gradient in this backward, in the order of their first gradients.
+        self.arrived_units: list[int] = []
         self._irregular: set[int] = set()  # Units that were missing in some backward; no order has them any more.
 
     def begin_step(self) -> None:
@@ -87,23 +86,26 @@ class ReductionOrder:
     def take_ready(self, waiting: Iterable[int]) -> list[int]:
         """Units to be reduced now, in order, among the `waiting` ones."""
         # A gradient of an earlier backward alone is not ready: if it were reduced now, it would be reduced again.
-        ready, now = set(waiting).intersection(self.arrived_units), list[int]()
+        ready, due = set(waiting).intersection(self.arrived_units), list[int]()
         while self._next < len(self._order) and self._order[self._next] in ready:
-            now.append(self._order[self._next])
+            due.append(self._order[self._next])
             self._next += 1
-        return now
+        return due
 
     def take_remaining(self) -> list[int]:
         """The backward is over: the units of the agreed order that are still to be reduced, in order."""
-        now, self._next = self._order[self._next :], len(self._order)
-        return now
+        due, self._next = self._order[self._next :], len(self._order)
+        return due
 
     @property
     def _order(self) -> list[int]:
         return self._orders.get(self._number, self._expected)
 
     def set_next_order(self, units_of_ranks: list[list[int]]) -> None:
-        """Set the order of the next backward of this number. `units_of_ranks`: the units of each rank, in rank order."""
+        """Set the order of the next backward of this number.
+
+        `units_of_ranks`: the units of each rank, in rank order.
+        """
         everywhere = set(units_of_ranks[0]).intersection(*units_of_ranks[1:])
         self._irregular |= set(self._order) - everywhere
         self._orders[self._number] = [unit for unit in units_of_ranks[0] if unit in everywhere - self._irregular]
@@ -111,17 +113,17 @@ class ReductionOrder:
 
 @dataclass(slots=True)
 class UnreducedGradient:
-    """A whole gradient of this rank that is not reduced yet."""
+    """A unit's full gradient on this rank, not reduced yet."""
 
     flat: torch.Tensor  # (unit.numel,) of the unit's dtype, or fp32 if several contributions are added up.
     block: Block | None  # Its leased memory, if it has some.
-    event: MaybeEvent = None  # After the work that has written `flat`, on the stream of the backward that gave it.
+    event: MaybeEvent = None  # After the work that has written `flat`, on the stream of the backward.
     is_shared_zeros: bool = False  # `flat` is the shared zeros, in place of a gradient that this rank does not have.
 
 
 @dataclass(slots=True)
 class Reduction:
-    """A gradient that is being reduced and stored in its planes on all ranks."""
+    """A gradient that is being reduced, and stored in its array on each rank."""
 
     block: Block | None
     has_home: bool  # False: there is no place for the sum, and only the other ranks need this reduction.
@@ -132,7 +134,7 @@ class Reduction:
 class ReducedGradients(Gradients):
     """Gradients that are reduced over ranks; see the notes above.
 
-    `collectives`: with the other ranks. There is no `in_place`: whole gradients are always collected outside the planes.
+    `collectives`: with the other ranks. There is no `in_place`: full gradients are always collected outside the arrays.
     """
 
     def __init__(
@@ -145,13 +147,12 @@ class ReducedGradients(Gradients):
         self._order = ReductionOrder([unit.index for unit in sorted(trained, key=lambda unit: unit.persistent)])
         self._has_narrow_units = any(unit.dtype.itemsize < torch.float32.itemsize for unit in trained)
         self._unreduced: dict[int, UnreducedGradient] = {}
-        # Unit -> positions of the slots whose first gradient of this backward waits or is reduced.
+        # Unit -> positions of the slots whose first gradient of this backward has arrived.
         self._first_slots: dict[int, set[int]] = {}
         # Unit -> the sum of its further gradients of this backward, fp32 (unit.numel,).
         self._extra_sums: dict[int, torch.Tensor] = {}
-        self._zero_units: list[
-            int
-        ] = []  # Units for which this rank has reduced zeros in this backward, into empty planes.
+        # Units for which this rank has reduced zeros in this backward, into empty arrays.
+        self._zero_units: list[int] = []
         self._reducing = self._in_backward = self._starting = False
         self._is_reduced = False  # All of this step's gradients are reduced; some may still have to be stored.
         self.has_deferred = bool(storage.plan.deferred_bytes)
@@ -181,8 +182,8 @@ class ReducedGradients(Gradients):
     def add_gradient(
         self, index: int, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None, divisor: float = 1.0
     ) -> bool:
-        """See `Gradients`. Where ranks fetch in step, reductions have fixed places among the gathers: a unit is passed
-        when all ranks pass a call, and not when this rank has all gradients of the unit.
+        """See `Gradients`. Where ranks fetch together, reductions have fixed places among the gathers: a unit's
+        backward ends when all ranks leave a call, and not when this rank has all gradients of the unit.
         """
         return (
             super().add_gradient(index, position, gradient, rows, divisor) and not self._placement.fetches_collectively
@@ -200,16 +201,16 @@ class ReducedGradients(Gradients):
             state.contributions[position] += count
         newest = UnreducedGradient(state.buffer, state.block, self._streams.record_event())
         if self._in_backward and self._reducing:
-            given = self._first_slots.setdefault(index, set())
-            self._move_extra(state.unit, newest, [p for p in state.buffered_counts if p in given])
-            arrived = [state.unit.slots[position] for position in state.buffered_counts if position not in given]
-            given.update(state.buffered_counts)
+            first_slots = self._first_slots.setdefault(index, set())
+            self._move_extra(state.unit, newest, [p for p in state.buffered_counts if p in first_slots])
+            arrived = [state.unit.slots[position] for position in state.buffered_counts if position not in first_slots]
+            first_slots.update(state.buffered_counts)
         self._add_unreduced(state, newest, arrived)
         state.buffer = state.block = state.stream = None
         state.buffered_counts, state.accumulates = {}, False
 
     def on_unit_backward_end(self, index: int) -> None:
-        """See `Gradients`. The gradients that have arrived may be reduced when their turn comes."""
+        """See `Gradients`. The gradients that have arrived may be reduced, in the agreed order."""
         self.flush(index)
         if self._in_backward and self._reducing and index in self._first_slots and not self._awaits_gradients(index):
             if self._starting:
@@ -220,12 +221,12 @@ class ReducedGradients(Gradients):
     def _awaits_gradients(self, index: int) -> bool:
         """True if a parameter's sum of earlier backwards waits for its gradient of this one.
 
-        When a reentrant checkpoint ends, its unit is passed although other gradients of the unit are still to come. The
-        sums that go into the mean over ranks must not depend on the time of the reduction, so the unit waits for the
-        end of backward.
+        The end of a reentrant checkpoint ends the unit's backward although other gradients of the unit are still to
+        come. The sums that go into the mean over ranks must not depend on the time of the reduction, so the unit waits
+        for the end of backward.
         """
-        given, earlier = self._first_slots[index], self._units[index].contributions
-        return self.has_deferred and any(count and position not in given for position, count in enumerate(earlier))
+        arrived, counts = self._first_slots[index], self._units[index].contributions
+        return self.has_deferred and any(count and position not in arrived for position, count in enumerate(counts))
 
     def end_backward(self) -> None:
         """See `Gradients`. Collective."""
@@ -234,9 +235,9 @@ class ReducedGradients(Gradients):
             for index in self._first_slots:
                 self._order.note_arrival(index)
             self._start_reductions(self._order.take_remaining())
-            seen, blank = self._reduce_remaining("end of backward", self._order.arrived_units)
-            self._order.set_next_order(seen)
-            self._reset_units(blank)
+            units_of_ranks, zero_units = self._reduce_remaining("end of backward", self._order.arrived_units)
+            self._order.set_next_order(units_of_ranks)
+            self._reset_units(zero_units)
         self._in_backward = self.is_interleaved = False
 
     def abort_backward(self) -> None:
@@ -247,7 +248,7 @@ class ReducedGradients(Gradients):
         self.flush_all()
         if self._placement.gradients_deferred and not self._is_reduced:
             self._reduce_remaining("gradients not reduced yet", [])
-            self._is_reduced = True  # an interrupt below is this rank's alone: the others have gone on
+            self._is_reduced = True  # an interrupt below happens on this rank alone: the others have continued
         self.wait_until_stored()
         self._begin_step()
 
@@ -257,16 +258,16 @@ class ReducedGradients(Gradients):
         self.has_deferred = bool(self._storage.plan.deferred_bytes)
 
     def clear(self) -> None:
-        for waiting in self._unreduced.values():
-            self._release_block(waiting)
+        for gradient in self._unreduced.values():
+            self._free_block(gradient)
         self._unreduced.clear()
         self._extra_sums.clear()
         super().clear()
         self._begin_step()
 
     def unreduced_gradients(self, only: int | None = None) -> dict[int, torch.Tensor]:
-        wanted = (index for index in self._unreduced if only in (None, index))
-        return {index: self._wait_for_event(self._unreduced[index]).flat.cpu() for index in wanted}
+        indices = (index for index in self._unreduced if only in (None, index))
+        return {index: self._wait_for_event(self._unreduced[index]).flat.cpu() for index in indices}
 
     def _wait_for_event(self, gradient: UnreducedGradient) -> UnreducedGradient:
         """The same; the current stream waits for it."""
@@ -274,15 +275,15 @@ class ReducedGradients(Gradients):
         return gradient
 
     def free_pool_memory(self, *, drop_unreduced: bool) -> dict[int, torch.Tensor]:
-        nothing, self._zeros_block = self._zeros_block, None
-        if nothing is not None:
-            nothing.free()
+        zeros_block, self._zeros_block = self._zeros_block, None
+        if zeros_block is not None:
+            zeros_block.free()
         if not drop_unreduced:
             return {}
-        waiting, self._unreduced = self._unreduced, {}
-        copies = {index: self._wait_for_event(held).flat.to("cpu", copy=True) for index, held in waiting.items()}
-        for held in waiting.values():
-            self._release_block(held)
+        gradients, self._unreduced = self._unreduced, {}
+        copies = {index: self._wait_for_event(g).flat.to("cpu", copy=True) for index, g in gradients.items()}
+        for gradient in gradients.values():
+            self._free_block(gradient)
         return copies
 
     def scale_unreduced(self, unit: Unit, slot: Slot, factor: float | None) -> None:
@@ -295,26 +296,26 @@ class ReducedGradients(Gradients):
         self._units[unit.index].contributions[slot.position] = 0
 
     def _has_gradient(self, state: UnitGradient, slot: Slot) -> bool:
-        # `contributions` counts only this rank's. Of a reduced unit all slots are shown, some perhaps as zeros; of one
-        # that is reduced in the step too, since other ranks may have what this one has not.
-        waits = self._placement.gradients_deferred and bool(self.arrival_order)
-        return super()._has_gradient(state, slot) or state.is_stored or waits
+        # `contributions` counts only this rank's. Of a reduced unit all slots are shown, some perhaps as zeros; so are
+        # those of a unit that the step will reduce, since other ranks may have gradients that this one does not have.
+        awaits_step = self._placement.gradients_deferred and bool(self.arrival_order)
+        return super()._has_gradient(state, slot) or state.is_stored or awaits_step
 
     def restore_unreduced(self, index: int, flat: torch.Tensor) -> None:
-        held = flat.to(self._device)
-        if held.dtype == torch.float32:
-            held = self._storage.unreduced_gradients.deferred_sum(self._units[index].unit).copy_(held)
-        self._unreduced[index] = UnreducedGradient(held, None)
+        flat = flat.to(self._device)
+        if flat.dtype == torch.float32:
+            flat = self._storage.unreduced_gradients.deferred_sum(self._units[index].unit).copy_(flat)
+        self._unreduced[index] = UnreducedGradient(flat, None)
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _release_block(self, gradient: UnreducedGradient) -> None:
-        """Release its memory, with a fence: the next user must wait for the work queued so far."""
+    def _free_block(self, gradient: UnreducedGradient) -> None:
+        """Free its memory, with an event: the next user must wait for the work queued so far."""
         if gradient.block is not None:
             gradient.block.free(self._streams.record_event())
 
     def _open_buffer(self, state: UnitGradient) -> None:
-        """Collect outside the plane; the plane's content must not change before the reduction."""
+        """Collect outside the array; the array's content must not change before the reduction."""
         self._wait_for_store(state)
         wide = self.is_interleaved and self._storage.plan.accumulation == torch.float32
         state.accumulates, dtype = self.is_interleaved, torch.float32 if wide else state.unit.dtype
@@ -322,7 +323,7 @@ class ReducedGradients(Gradients):
         state.buffer = state.block.view(dtype, state.unit.numel)
 
     def _lease_buffer(self, state: UnitGradient, nbytes: int) -> Block:
-        """As with one rank; if there is no room left, waiting gradients are moved out of the pool."""
+        """As with one rank; if the pool is full, unreduced gradients are moved out of it."""
         pool = self._storage.gradient_pool
         block = pool.try_allocate(nbytes)
         steps = (self._wait_for_stores, self._flush_others, self._wait_for_stores, self._move_to_host)
@@ -353,20 +354,23 @@ class ReducedGradients(Gradients):
                 self.flush(other.unit.index)
 
     def _add_unreduced(self, state: UnitGradient, newest: UnreducedGradient, arrived: list[Slot]) -> None:
-        """Let new gradients wait. A backward that reduces puts them next to waiting ones; others add them up."""
-        held = self._unreduced.get(state.unit.index)
-        if held is not None:
-            self._wait_for_event(held)
-        if self._reducing and held is None and arrived:
+        """Keep new gradients until their reduction. A backward that reduces puts them next to unreduced ones of other
+        slots; other backwards add them up.
+        """
+        gradient = self._unreduced.get(state.unit.index)
+        if gradient is not None:
+            self._wait_for_event(gradient)
+        if self._reducing and gradient is None and arrived:
             self._unreduced[state.unit.index] = newest
             return
-        if self._reducing and held is not None and held.flat.dtype != torch.float32:
+        if self._reducing and gradient is not None and gradient.flat.dtype != torch.float32:
             for slot in arrived:
-                held.flat[slot.offset_numel : slot.end_numel].copy_(newest.flat[slot.offset_numel : slot.end_numel])
-            held.event = self._streams.record_event()
+                part = slice(slot.offset_numel, slot.end_numel)
+                gradient.flat[part].copy_(newest.flat[part])
+            gradient.event = self._streams.record_event()
         elif arrived:
-            self._accumulate(state, held, newest)
-        self._release_block(newest)
+            self._accumulate(state, gradient, newest)
+        self._free_block(newest)
 
     def _accumulate(self, state: UnitGradient, gradient: UnreducedGradient | None, newest: UnreducedGradient) -> None:
         """Add up gradients of several backwards, in fp32."""
@@ -378,7 +382,7 @@ class ReducedGradients(Gradients):
             wide = gradient.flat
         if gradient is not None:
             kernels.accumulate(wide, newest.flat)
-            self._release_block(gradient)
+            self._free_block(gradient)
         self._unreduced[state.unit.index] = UnreducedGradient(wide, None, self._streams.record_event())
 
     def _move_extra(self, unit: Unit, newest: UnreducedGradient, positions: list[int]) -> None:
@@ -391,18 +395,18 @@ class ReducedGradients(Gradients):
             part.zero_()
 
     def _move_to_host(self, state: UnitGradient) -> None:
-        """Move waiting gradients to host memory, to make room in the pool."""
-        for held in self._unreduced.values():
-            if held.block is not None:
-                moved = self._wait_for_event(held).flat.to("cpu", copy=True)
-                held.block.free(self._streams.record_event())
-                held.flat, held.block, held.event = moved, None, None
+        """Move unreduced gradients to host memory, to make room in the pool."""
+        for gradient in self._unreduced.values():
+            if gradient.block is not None:
+                host_copy = self._wait_for_event(gradient).flat.to("cpu", copy=True)
+                gradient.block.free(self._streams.record_event())
+                gradient.flat, gradient.block, gradient.event = host_copy, None, None
 
     def _start_reductions(self, due: list[int]) -> None:
         """Start reductions, and then those that become due meanwhile.
 
-        A reduction that has to make room for itself must not start another: the other would take its turn first, on
-        this rank alone.
+        A reduction that has to make room for itself must not start another: the other would be queued first, on this
+        rank alone.
         """
         self._starting = True
         try:
@@ -416,35 +420,34 @@ class ReducedGradients(Gradients):
     def _reduce_remaining(self, what: str, arrived_units: list[int]) -> tuple[list[list[int]], set[int]]:
         """Reduce the gradients that any rank still has, then further gradients.
 
-        Returns each rank's `arrived_units`, and the units for which every rank has reduced zeros so far. `arrived_units` cannot show
-        this: it lacks gradients that a rank has only from an earlier backward.
+        Returns each rank's `arrived_units`, and the units for which every rank has reduced zeros so far.
+        `arrived_units` cannot show this: it lacks gradients that a rank has only from an earlier backward.
         """
-        left = {index: waiting.flat.dtype == torch.float32 for index, waiting in self._unreduced.items()}
-        mine = [arrived_units, list(left.items()), list(self._extra_sums), self._zero_units]
-        answers = self._collectives.all_gather_bytes(what, json.dumps(mine).encode())
-        everybodys = [json.loads(answer) for answer in answers]
-        rest: dict[int, bool] = {}
-        for _, theirs, _, _ in everybodys:
-            for index, wide in theirs:
-                rest[index] = rest.get(index, False) or wide
+        is_wide = [(index, gradient.flat.dtype == torch.float32) for index, gradient in self._unreduced.items()]
+        message = [arrived_units, is_wide, list(self._extra_sums), self._zero_units]
+        answers = self._collectives.all_gather_bytes(what, json.dumps(message).encode())
+        arrived_of_ranks, is_wide_of_ranks, extra_of_ranks, zeros_of_ranks = zip(*map(json.loads, answers), strict=True)
+        unreduced: dict[int, bool] = {}  # Unit -> whether any rank has its gradient in fp32.
+        for rank_is_wide in is_wide_of_ranks:
+            for index, wide in rank_is_wide:
+                unreduced[index] = unreduced.get(index, False) or wide
         self._starting = True
         try:
-            for index, wide in sorted(rest.items()):
+            for index, wide in sorted(unreduced.items()):
                 self._start_reduction(index, wide=wide)
-            for index in sorted(set[int]().union(*(further for _, _, further, _ in everybodys))):
+            for index in sorted(set[int]().union(*extra_of_ranks)):
                 self._reduce_extra(index)
         finally:
             self._starting = False
-        blank = [set[int](theirs) for _, _, _, theirs in everybodys]
-        return [arrived_units for arrived_units, _, _, _ in everybodys], blank[0].intersection(*blank[1:])
+        zero_units = set[int](zeros_of_ranks[0]).intersection(*zeros_of_ranks[1:])
+        return list(arrived_of_ranks), zero_units
 
     def _reduce_extra(self, index: int) -> None:
-        further, state = self._extra_sums.pop(index, None), self._units[index]
-        if further is not None:
+        extra_sum, state = self._extra_sums.pop(index, None), self._units[index]
+        if extra_sum is not None:
             self._wait_for_store(state)  # the previous reduction may still read its fp32 memory
-            self._unreduced[index] = UnreducedGradient(
-                self._storage.unreduced_gradients.deferred_sum(state.unit).copy_(further), None
-            )
+            flat = self._storage.unreduced_gradients.deferred_sum(state.unit).copy_(extra_sum)
+            self._unreduced[index] = UnreducedGradient(flat, None)
         self._start_reduction(index, wide=True)
 
     def _reset_units(self, zero_units: set[int]) -> None:
@@ -460,16 +463,16 @@ class ReducedGradients(Gradients):
         state = self._units[index]
         dtype = torch.float32 if wide or self.has_deferred else state.unit.dtype
         try:
-            waiting = self._gradient_to_reduce(state, dtype)
-            stores = self._vacate_home(state, dtype)
+            gradient = self._gradient_to_reduce(state, dtype)
+            has_home = self._vacate_home(state, dtype)
         except BudgetError as error:  # the other ranks wait for this reduction: report why it fails
             self._collectives.cancel(self._collectives.enqueue("reduce", state.unit), error)
             raise
-        turn = self._collectives.enqueue("reduce", state.unit)
-        item = Reduction(waiting.block, stores)
+        work = self._collectives.enqueue("reduce", state.unit)
+        item = Reduction(gradient.block, has_home)
         rounds = state.dtype != dtype  # a mean added in fp32 is rounded before, as it would be if it were the first
         job = self._run_reduction(
-            state, item, waiting, turn, self._streams.record_event(), first=state.is_empty, rounds=rounds
+            state, item, gradient, work, self._streams.record_event(), first=state.is_empty, rounds=rounds
         )
         self._busy_units.add(index)
         state.pending_store, state.is_stored = item, True
@@ -478,18 +481,18 @@ class ReducedGradients(Gradients):
             self._wait_for_store(state)
 
     def _gradient_to_reduce(self, state: UnitGradient, dtype: torch.dtype) -> UnreducedGradient:
-        """The gradient to be reduced, in memory that the exchange can use."""
+        """The gradient to be reduced, in memory that the collectives can use."""
         index = state.unit.index
         self._wait_for_store(state)
         if state.is_empty and index not in self._unreduced:
             self._zero_units.append(index)
-        held = self._unreduced.pop(index, None)
-        waiting = self._convert(state, None if held is None else self._wait_for_event(held), dtype)
-        if waiting.flat.device.type != self._device.type or not self._collectives.can_reduce_from(waiting.flat):
-            block = self._lease_buffer(state, waiting.flat.nbytes)
-            copied = block.view(waiting.flat.dtype, waiting.flat.numel())
-            waiting = UnreducedGradient(copied.copy_(waiting.flat), block)
-        return waiting
+        unreduced = self._unreduced.pop(index, None)
+        gradient = self._convert(state, None if unreduced is None else self._wait_for_event(unreduced), dtype)
+        if gradient.flat.device.type != self._device.type or not self._collectives.can_reduce_from(gradient.flat):
+            block = self._lease_buffer(state, gradient.flat.nbytes)
+            flat = block.view(gradient.flat.dtype, gradient.flat.numel())
+            gradient = UnreducedGradient(flat.copy_(gradient.flat), block)
+        return gradient
 
     def _vacate_home(self, state: UnitGradient, dtype: torch.dtype) -> bool:
         """Make the place of the sum free for it. False: the disk has failed, and the gradient is lost."""
@@ -511,7 +514,7 @@ class ReducedGradients(Gradients):
     def _convert(
         self, state: UnitGradient, gradient: UnreducedGradient | None, dtype: torch.dtype
     ) -> UnreducedGradient:
-        """The gradient to be reduced, in `dtype`: zeros if none waits."""
+        """The gradient to be reduced, in `dtype`: zeros if there is none."""
         if gradient is not None and gradient.flat.dtype == dtype:
             return gradient
         zeros = self._zeros(state.unit, dtype) if gradient is None else None
@@ -519,36 +522,36 @@ class ReducedGradients(Gradients):
             return UnreducedGradient(zeros, None, is_shared_zeros=True)
         if dtype == state.unit.dtype:
             block = self._lease_buffer(state, state.unit.nbytes)
-            made = UnreducedGradient(block.view(dtype, state.unit.numel), block)
+            converted = UnreducedGradient(block.view(dtype, state.unit.numel), block)
         else:
-            made = UnreducedGradient(self._storage.unreduced_gradients.deferred_sum(state.unit), None)
+            converted = UnreducedGradient(self._storage.unreduced_gradients.deferred_sum(state.unit), None)
         if gradient is None:
-            made.flat.zero_()
+            converted.flat.zero_()
         else:
-            made.flat.copy_(gradient.flat)
-            self._release_block(gradient)
-        return made
+            converted.flat.copy_(gradient.flat)
+            self._free_block(gradient)
+        return converted
 
     def _lease_zeros(self) -> Block:
-        """Lease the zeros that this rank gives in place of gradients it does not have; one block for all units."""
+        """Lease zeros, which this rank reduces in place of gradients that it does not have; one block for all units."""
         wide = self.is_interleaved and self.has_deferred
         nbytes = max(state.unit.numel * 4 if wide else state.unit.nbytes for state in self._units.values())
-        nothing = self._storage.gradient_pool.allocate(nbytes, "gradients that are zero")
-        self._streams.wait_events(*nothing.events)
-        nothing.data.zero_()
-        return nothing
+        block = self._storage.gradient_pool.allocate(nbytes, "gradients that are zero")
+        self._streams.wait_events(*block.events)
+        block.data.zero_()
+        return block
 
     def _zeros(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor | None:
         """The shared zeros in the unit's length; None if their block is too small."""
-        nothing = self._zeros_block or self._lease_zeros()
-        self._zeros_block = nothing
-        return nothing.view(dtype, unit.numel) if unit.numel * dtype.itemsize <= nothing.data.numel() else None
+        block = self._zeros_block or self._lease_zeros()
+        self._zeros_block = block
+        return block.view(dtype, unit.numel) if unit.numel * dtype.itemsize <= block.data.numel() else None
 
     async def _run_reduction(
         self,
         state: UnitGradient,
         item: Reduction,
-        waiting: UnreducedGradient,
+        gradient: UnreducedGradient,
         work: PendingWork,
         event: MaybeEvent,
         *,
@@ -557,17 +560,17 @@ class ReducedGradients(Gradients):
     ) -> None:
         unit, scale = state.unit, self._collectives.scale
         try:
-            async with self._collectives.reduce(work, unit, waiting.flat, event) as sources:
+            async with self._collectives.reduce(work, unit, gradient.flat, event) as sources:
                 home = state.array, state.dtype
                 try:
                     if item.has_home:
                         await home[0].retry_failed_writes()  # on a failing disk each further sum would stay in memory
                         await self._store.store_sum(unit, home, sources, scale, state.sums, first=first, rounds=rounds)
                 finally:
-                    if waiting.is_shared_zeros:
-                        waiting.flat.zero_()  # the exchange may have made sums in this memory
+                    if gradient.is_shared_zeros:
+                        gradient.flat.zero_()  # the collective may have made sums in this memory
         except BaseException as error:
-            # A peer's part cannot be had again: this gradient lacks a backward, unless it only waits to be written.
+            # A peer sends its part only once: this gradient lacks a backward, unless it only waits to be written.
             self.has_lost |= not getattr(error, "is_in_memory", False)
             raise
         finally:

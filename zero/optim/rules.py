@@ -1,18 +1,19 @@
 """Update rules: the states that an optimizer keeps for each parameter, and its update of a run of elements.
 
-[Note: a rule is data] Its state planes have names (as in torch's state dict) and are adjacent in the records; plan,
-checkpoint and `safe_get_*` use only the names. Values of a parameter besides planes, mainly counts, are fixed by
-`step()` for every parameter. The update of a sub-group is a function of these values and of its elements.
+[Note: a rule is data] A state with one value for each element of a parameter is an array state. The array states of a
+rule have names (as in torch's state dict) and are adjacent in the state of a sub-group; plan, checkpoint and
+`safe_get_*` use only the names. Other values of a parameter, mainly counts, are fixed by `step()` for every parameter.
+The update of a sub-group is a function of these values and of its elements.
 
 Our kernel updates Adam. Any other torch optimizer is a rule too: its own `step` runs over tiles, with its states bound
-to our planes. For an element-wise optimizer a tile is some elements, for any other it is a whole parameter. An
+to our array states. For an element-wise optimizer a tile is some elements, for any other it is a whole parameter. An
 optimizer may have two rules (Muon and Adam): each of its param groups is updated by one rule, and parameters of
 different rules share no unit.
 
-[Note: tiles] The optimizer that steps over a tile is a shallow copy of the user's, with one param group that holds one
-parameter: a flat fp32 tile. Its state is the parameter's state so far: planes cut to the tile, and numbers as after the
-last step. So the class cannot distinguish a tile from a small parameter, and an element-wise class gives the same bits
-as for the whole parameter. `zero/optim/make_rule.py` finds whether a class is element-wise.
+[Note: tiles] The optimizer that steps over a tile is a shallow copy of the user's, with one param group that has one
+parameter: a flat fp32 tile. Its state is the parameter's state so far: array states cut to the tile, and numbers as
+after the last step. So the class cannot distinguish a tile from a small parameter, and an element-wise class gives the
+same bits as for the whole parameter. `zero/optim/make_rule.py` finds whether a class is element-wise.
 
 [Note: numbers] Every tile of a parameter starts from the same numbers and ends with the same numbers, which depend on
 no element. When a step is fixed, a step over one element finds the numbers after it. States that depend on the gradient
@@ -43,13 +44,15 @@ from zero.plan.sub_group_state import ADAM_STATES, States
 TILE_NUMEL = 32768
 TILE_NUMEL_GPU = 1 << 22
 HOOKS = (
-    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
-    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
 )
 # Attributes of an optimizer that the copy does not take: a scheduler may have wrapped `step`, and hooks are for whole
 # steps.
 NOT_COPIED = {"state", "param_groups", "step", *HOOKS}
-# Options that compute the same in another way; they bring nothing on one flat tile, outside any graph.
+# Options that compute the same in another way; they gain nothing on one flat tile, outside any graph.
 PER_TENSOR = {"foreach": False, "fused": None, "capturable": False}
 
 
@@ -92,10 +95,10 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The part of a parameter's state besides its planes, after some updates."""
+    """The part of a parameter's state besides its array states, after some updates."""
 
     scalars: tuple[tuple[str, Scalar], ...] = ()
-    # Names of the planes that have been made; the next update makes the others.
+    # Names of the array states that exist; the next update makes the others.
     present: tuple[str, ...] = ()
 
 
@@ -114,14 +117,14 @@ class UpdateRun(NamedTuple):
 
 
 class Rule(ABC):
-    """The update rule of one optimizer; this base class has no states besides planes.
+    """The update rule of one optimizer; this base class has no states besides array states.
 
     Attributes:
         name: for users.
-        states: names of its planes.
+        states: names of its array states.
         defaults: defaults of the options in param groups.
         scalars: other numbers of a parameter besides the number of updates, by name; the values are examples.
-        fills: initial values of planes, where they are not 0.
+        fills: initial values of array states, where they are not 0.
         needs_whole_parameters: the rule needs whole parameters: a segment is never a part of one.
         small: names of its small states; parameters of some shapes may have only some of them.
     """
@@ -183,7 +186,10 @@ class AdamRule(Rule):
         self.defaults: Mapping[str, Any] = {**adam, **(defaults or {}), "decoupled": decoupled}
 
     def values(self, group: Mapping[str, Any], count: int, progress: Progress | None) -> AdamValues:
-        """As `AdamValues.from_group`, and our option `decoupled`. Raises ConfigError: the kernel cannot do an option."""
+        """As `AdamValues.from_group`, and our option `decoupled`.
+
+        Raises ConfigError: the kernel cannot do an option.
+        """
         for key in ("amsgrad", "maximize"):
             if group.get(key):
                 raise ConfigError(
@@ -211,7 +217,7 @@ class Rules:
     each: tuple[Rule, ...]
     # If there are two: a key in param groups, true if the first rule updates the group, false if the second does.
     flag: str = ""
-    # (name, parameter) -> the flag of a parameter for which it was not given.
+    # (name, parameter) -> the flag of a parameter for which the user has not set one.
     default: Callable[[str, Tensor], bool] = lambda name, parameter: True
 
     def number(self, group: Mapping[str, Any]) -> int:
@@ -232,7 +238,7 @@ class Rules:
 
     @property
     def states(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the planes of each rule."""
+        """Names of the array states of each rule."""
         return tuple(rule.states for rule in self.each)
 
     @property
@@ -247,7 +253,7 @@ class TrainedParameters:
 
     groups: list[dict[str, Any]]  # Param groups, as torch's; live.
     rules: Rules
-    user_optimizer: torch.optim.Optimizer | None = None  # The optimizer object that they were taken from, if any.
+    user_optimizer: torch.optim.Optimizer | None = None  # The optimizer object that they come from, if any.
     frozen: Mapping[Tensor, int] = field(default_factory=dict)  # Parameter -> number of the group it may join later.
 
 
@@ -263,26 +269,26 @@ class TileValues:
 class InitialState:
     """A parameter's state before its first step."""
 
-    fills: Mapping[str, Scalar] = field(default_factory=dict)  # Plane -> the number that fills it.
+    fills: Mapping[str, Scalar] = field(default_factory=dict)  # Array state -> the number that fills it.
     numbers: Mapping[str, Scalar] = field(default_factory=dict)
 
 
 def for_each_tile(run: UpdateRun, work: Callable[[slice, Any], None], threads: int) -> None:
     """Call `work(tile, values)` for tiles of all segments; on the host with `threads`, if there is enough to do."""
     on_host = run.weight.device.type == "cpu"
-    many = sum(end - begin for begin, end, _ in run.segments) >= tile_threads.WORTH_THREADS_NUMEL
-    alone = on_host and many and tile_threads.has_tile_threads()
-    numel = tile_threads.TILE_NUMEL if alone else TILE_NUMEL if on_host else TILE_NUMEL_GPU
-    todo = iter([(at, v) for begin, end, v in run.segments for at in tile_threads.tiles_of(begin, end, numel)])
+    is_large = sum(end - begin for begin, end, _ in run.segments) >= tile_threads.WORTH_THREADS_NUMEL
+    in_threads = on_host and is_large and tile_threads.has_tile_threads()
+    numel = tile_threads.TILE_NUMEL if in_threads else TILE_NUMEL if on_host else TILE_NUMEL_GPU
+    remaining = iter([(at, v) for begin, end, v in run.segments for at in tile_threads.tiles_of(begin, end, numel)])
 
-    def take_tiles() -> None:
-        for at, values in todo:
+    def work_on_remaining() -> None:
+        for at, values in remaining:
             work(at, values)
 
-    if alone:
-        tile_threads.run_in_tile_threads(take_tiles, threads)
+    if in_threads:
+        tile_threads.run_in_tile_threads(work_on_remaining, threads)
     else:
-        take_tiles()
+        work_on_remaining()
 
 
 class TiledRule(Rule):
@@ -291,8 +297,8 @@ class TiledRule(Rule):
     Args:
         optimizer: an instance; neither its parameters nor its states are used.
         initial: the state that its constructor makes for a parameter; most classes make none.
-        states: names of the planes.
-        dtypes: dtypes of planes that the class does not keep in fp32.
+        states: names of the array states.
+        dtypes: dtypes of array states that the class does not keep in fp32.
         scalars: other numbers in a parameter's state; the values are examples.
         needs_whole_parameters: a tile is a whole parameter, with its shape.
         small: names of the small states, for a rule that needs whole parameters.
@@ -330,20 +336,20 @@ class TiledRule(Rule):
         self._options, self._results = [], []
 
     def values(self, group: Mapping[str, Any], count: int, progress: Progress | None) -> TileValues:
-        """All options of the group; raises ConfigError if they need a state that has no plane."""
-        options = next((known for held, known in self._options if held is group), None)
+        """All options of the group; raises ConfigError if they need an array state that was not planned."""
+        options = next((known for known_group, known in self._options if known_group is group), None)
         if options is None:
             options = self.options_of(group)
             self._options.append((group, options))
         values = TileValues(options, progress if count > 1 else None)
-        made = self.after_update(values)[0]
-        more = set(made.present if made else ()) - set(self.states)
-        if more:
+        new_progress = self.after_update(values)[0]
+        unplanned = set(new_progress.present if new_progress else ()) - set(self.states)
+        if unplanned:
             raise ConfigError(
-                f"param_groups: with these options {self.name} keeps {', '.join(sorted(more))} for each parameter, "
-                "but it did not in the dozen steps that zero.initialize tried, so there is no room for it. Give at "
-                "least one param group such options before zero.initialize (SGD: a momentum above 0); states that "
-                "appear only after more steps are not supported"
+                f"param_groups: with these options {self.name} keeps {', '.join(sorted(unplanned))} for each "
+                "parameter, but it did not in the dozen steps that zero.initialize tried, so there is no room for it. "
+                "Give at least one param group such options before zero.initialize (SGD: a momentum above 0); states "
+                "that appear only after more steps are not supported"
             )
         return values
 
@@ -354,8 +360,8 @@ class TiledRule(Rule):
 
     def after_update(self, values: Any) -> tuple[Progress | None, Mapping[str, Any]]:
         """See `Rule`. A step over one element finds both."""
-        for known, result in self._results:
-            if known.options is values.options and known.progress == values.progress:
+        for earlier, result in self._results:
+            if earlier.options is values.options and earlier.progress == values.progress:
                 return result
         small = self.probe_small(values.options) if values.progress is not None else {}
         state, options = self.step_one_element(values, small)
@@ -371,32 +377,32 @@ class TiledRule(Rule):
     def step_one_element(self, values: TileValues, small: SmallTensors) -> tuple[dict[str, Any], dict[str, Any]]:
         """As `step_tile`, over one element with value and gradient zero."""
         tile = torch.zeros(self.probe_shape, dtype=torch.float32, device="cpu")
-        planes = {name: torch.zeros_like(tile) for name in self.states}
+        arrays = {name: torch.zeros_like(tile) for name in self.states}
         with tile.device:  # for states that the class makes on the default device
-            return self.step_tile(tile, torch.zeros_like(tile), planes, values, small)
+            return self.step_tile(tile, torch.zeros_like(tile), arrays, values, small)
 
     def update_run(self, run: UpdateRun, grad_scale: float, threads: int) -> Sequence[SmallTensors] | None:
         """Update tile by tile; on the host several tiles at a time, if the class is torch's or ours."""
         if self.needs_whole_parameters:
             return self._update_whole(run, grad_scale)
         # Any other class may have memory that two simultaneous steps would share.
-        known = self.kind.__module__.startswith(("torch.optim.", "zero.ops."))
+        is_thread_safe = self.kind.__module__.startswith(("torch.optim.", "zero.ops."))
 
         def update(at: slice, values: TileValues) -> None:
             self._update_tile(run, at, values, grad_scale, (-1,))
 
-        for_each_tile(run, update, threads if known else 1)
+        for_each_tile(run, update, threads if is_thread_safe else 1)
         return None
 
     def _update_whole(self, run: UpdateRun, grad_scale: float) -> Sequence[SmallTensors]:
         """Update parameter by parameter; torch uses its own threads for such large tensors."""
-        made = []
-        for (begin, end, values), whole, small in zip(run.segments, run.shapes, run.small, strict=True):
-            shape = self.tile_shape(whole)
+        small_states = []
+        for (begin, end, values), parameter_shape, small in zip(run.segments, run.shapes, run.small, strict=True):
+            shape = self.tile_shape(parameter_shape)
             for lo in range(begin, end, math.prod(shape)):
                 small = self._update_tile(run, slice(lo, lo + math.prod(shape)), values, grad_scale, shape, small)
-            made.append(small)
-        return made
+            small_states.append(small)
+        return small_states
 
     def tile_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the part of a whole parameter that is updated at once; a parameter is one or more such parts."""
@@ -407,27 +413,27 @@ class TiledRule(Rule):
         if not self.small or not math.prod(shape):
             return {}
         if shape not in self._small_shapes:
-            found: dict[str, tuple[torch.Size, torch.dtype]] = {}
+            shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
             for options in self._tried_options:
-                found.update(self._first_states(options, shape))
-            wrong = [name for name, (of, _) in found.items() if name in self.states and of != shape]
-            unknown = found.keys() - {*self.states, *self.scalars, *self.small}
+                shapes.update(self._first_states(options, shape))
+            wrong = [name for name, (size, _) in shapes.items() if name in self.states and size != shape]
+            unknown = shapes.keys() - {*self.states, *self.scalars, *self.small}
             if wrong or unknown:
                 raise ConfigError(
                     f"optimizer: for a parameter of shape {tuple(shape)}, {self.name} keeps other states "
                     f"({', '.join(sorted({*wrong, *unknown}))}) than for the shapes that zero.initialize tried; use "
                     "another optimizer for such parameters"
                 )
-            self._small_shapes[shape] = {name: found[name] for name in self.small if name in found}
+            self._small_shapes[shape] = {name: shapes[name] for name in self.small if name in shapes}
         return self._small_shapes[shape]
 
     def _first_states(self, options: Mapping[str, Any], shape: tuple[int, ...]) -> Shapes:
         """The states that a first step makes for a parameter of this shape."""
-        found = self._make_states(options, shape, "meta")
+        states = self._make_states(options, shape, "meta")
         # On "meta" a step ends when it reads a value. Most classes have made all of their states by then.
-        if found.keys() != self._make_states(options, (2,) * len(shape), "cpu").keys():
-            found = self._make_states(options, shape, "cpu")
-        return found
+        if states.keys() != self._make_states(options, (2,) * len(shape), "cpu").keys():
+            states = self._make_states(options, shape, "cpu")
+        return states
 
     def _make_states(self, options: Mapping[str, Any], shape: tuple[int, ...], device: str) -> Shapes:
         parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
@@ -441,11 +447,11 @@ class TiledRule(Rule):
                 raise
         state = {name: value for name, value in twin.state.get(parameter, {}).items() if value is not None}
         # A state that is first a number and a tensor after the step (for example a norm) is small, too.
-        held = {
+        tensors = {
             k: torch.zeros((), dtype=torch.float32, device="cpu") if k in self.small and _is_number(v) else v
             for k, v in state.items()
         }
-        return {name: (value.shape, value.dtype) for name, value in held.items() if isinstance(value, Tensor)}
+        return {name: (value.shape, value.dtype) for name, value in tensors.items() if isinstance(value, Tensor)}
 
     def _update_tile(
         self,
@@ -457,7 +463,7 @@ class TiledRule(Rule):
         small: SmallTensors = NO_SMALL,
     ) -> SmallTensors:
         named = zip(self.states, run.states.tensors, strict=True)
-        weight, planes = run.weight[at], {name: plane[at].view(shape) for name, plane in named}
+        weight, arrays = run.weight[at], {name: array[at].view(shape) for name, array in named}
         stored = None if run.master is None else run.master[at]
         tile = weight
         if stored is not None:
@@ -467,7 +473,7 @@ class TiledRule(Rule):
         gradient = run.gradient[at].to(torch.float32, copy=True)
         if grad_scale != 1.0:
             gradient.mul_(grad_scale)
-        state, _ = self.step_tile(tile.view(shape), gradient.view(shape), planes, values, small)
+        state, _ = self.step_tile(tile.view(shape), gradient.view(shape), arrays, values, small)
         if stored is not None:
             masters.split(weight, stored, tile)
         return self.small_states_of(state)
@@ -476,30 +482,31 @@ class TiledRule(Rule):
         self,
         tile: Tensor,
         gradient: Tensor,
-        planes: Mapping[str, Tensor],
+        arrays: Mapping[str, Tensor],
         values: TileValues,
         small: SmallTensors = NO_SMALL,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Run the class over one tile, in place: tile (N,) fp32, and its planes (N,) fp32; or all in a whole shape.
+        """Run the class over one tile, in place: tile (N,) fp32, and its array states (N,) fp32; or all in the
+        parameter's shape.
 
         Returns the state after the step, and the options of its param group.
         """
         parameter = torch.nn.Parameter(tile)
         parameter.grad = gradient
-        known = values.progress
-        state = self.fresh_state(tile) if known is None else self._bind_state(planes, known)
-        if known is not None:  # copies, which the class may change
+        progress = values.progress
+        state = self.fresh_state(tile) if progress is None else self._bind_state(arrays, progress)
+        if progress is not None:  # copies, which the class may change
             state.update({name: value.to(tile.device, copy=True) for name, value in small.items()})
         twin = self.make_twin(parameter, values.options, state)
         self.kind.step(twin)
-        left = dict(twin.state.get(parameter, {}))
-        for name, plane in planes.items():
-            made = left.get(name)
-            if made is not None and made is not plane:
-                plane.copy_(made.detach().view(plane.shape))
+        new_state = dict(twin.state.get(parameter, {}))
+        for name, array in arrays.items():
+            value = new_state.get(name)
+            if value is not None and value is not array:
+                array.copy_(value.detach().view(array.shape))
         if not parameter.detach().is_set_to(tile):
             tile.copy_(parameter.detach())
-        return left, {key: value for key, value in twin.param_groups[0].items() if key != "params"}
+        return new_state, {key: value for key, value in twin.param_groups[0].items() if key != "params"}
 
     def make_twin(self, parameter: Tensor, options: Mapping[str, Any], state: dict[str, Any]) -> torch.optim.Optimizer:
         """A copy of the user's optimizer with this one parameter."""
@@ -515,29 +522,29 @@ class TiledRule(Rule):
     def fresh_state(self, tile: Tensor) -> dict[str, Any]:
         """A parameter's state before its first step."""
         fills = self._initial.fills.items()
-        planes = {name: torch.full_like(tile, scalar.value or 0, dtype=scalar.dtype) for name, scalar in fills}
-        return {**planes, **{name: scalar.to_value() for name, scalar in self._initial.numbers.items()}}
+        arrays = {name: torch.full_like(tile, scalar.value or 0, dtype=scalar.dtype) for name, scalar in fills}
+        return {**arrays, **{name: scalar.to_value() for name, scalar in self._initial.numbers.items()}}
 
-    def _bind_state(self, planes: Mapping[str, Tensor], progress: Progress) -> dict[str, Any]:
+    def _bind_state(self, arrays: Mapping[str, Tensor], progress: Progress) -> dict[str, Any]:
         """A parameter's state as the class's last step left it."""
         state: dict[str, Any] = {name: scalar.to_value() for name, scalar in progress.scalars}
         for name in progress.present:
-            state[name] = planes[name].to(self._dtypes.get(name, torch.float32))
+            state[name] = arrays[name].to(self._dtypes.get(name, torch.float32))
         return state
 
     def small_states_of(self, state: Mapping[str, Any]) -> SmallTensors:
         """Copies of the small states in a state."""
-        found = {name: state[name] for name in self.small if isinstance(state.get(name), Tensor)}
-        return {name: value.detach().clone() for name, value in found.items()}
+        small = {name: state[name] for name in self.small if isinstance(state.get(name), Tensor)}
+        return {name: value.detach().clone() for name, value in small.items()}
 
     def progress_of(self, state: Mapping[str, Any]) -> Progress:
-        """The part of a state besides the contents of planes and small states."""
-        rest = {k: v for k, v in state.items() if k not in self.small}
-        numbers = {k: v for k, v in rest.items() if k in self.scalars or _is_number(v)}
+        """The part of a state besides the contents of array states and small states."""
+        not_small = {k: v for k, v in state.items() if k not in self.small}
+        numbers = {k: v for k, v in not_small.items() if k in self.scalars or _is_number(v)}
         numbers = {k: v for k, v in numbers.items() if v is None or k not in self.states}
-        planes = [name for name, value in rest.items() if isinstance(value, Tensor) and name not in numbers]
+        arrays = [name for name, value in not_small.items() if isinstance(value, Tensor) and name not in numbers]
         scalars = tuple((name, Scalar.from_value(value)) for name, value in numbers.items())
-        return Progress(scalars, tuple(planes))
+        return Progress(scalars, tuple(arrays))
 
 
 def _is_number(value: Any) -> bool:

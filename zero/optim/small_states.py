@@ -1,12 +1,12 @@
 """States that do not have their parameter's shape: Adafactor keeps a mean for each row and column of a matrix.
 
-[Note: where they are] They are kept with the numbers of a parameter, and not in records: in memory of the ranks that
-have the parameter, on the device that updates it. A parameter that is updated whole is on one rank of a shard group;
-the other ranks have no part of it.
+[Note: where they are] They are kept with the numbers of a parameter, and not in the states of sub-groups: in memory of
+the ranks that have the parameter, on the device that updates it. A parameter that is updated as one piece is on one
+rank of a shard group; the other ranks have no part of it.
 
-[Note: one writer] A kept tensor is never changed in place. An update gets copies and returns the new values, and the
+[Note: one writer] A tensor here is never changed in place. An update gets copies and returns the new values, and the
 pipeline stores them here as soon as the update counts. So an update that fails or is repeated starts from the same
-values, and values that a reader has taken do not change.
+values, and the values that a reader has do not change.
 """
 
 from __future__ import annotations
@@ -54,20 +54,21 @@ def gather_small_states(collectives: Collectives, mine: Mapping[str, SmallTensor
     """
     if collectives.placement.is_single_rank:
         return mine
-    found: dict[str, SmallTensors] = {}
+    states: dict[str, SmallTensors] = {}
     for answer in collectives.all_gather_bytes("small states", make_archive(dict(mine))):
         for name, tensors in read_archive(answer, "small states of another rank").items():
-            found.setdefault(name, tensors)
-    return found
+            states.setdefault(name, tensors)
+    return states
 
 
 def largest_rank_bytes(layout: Layout, rules: Rules) -> int:
     """Bytes of small states on the rank that has most; equal on all ranks, because their plans must be equal."""
-    held: dict[int, int] = {}
+    bytes_of_shards: dict[int, int] = {}
     for unit in layout.units:
         rule = rules.each[unit.rule]
         for slot in unit.slots if unit.trainable and rule.small else ():
-            slice_ = slot.offset_numel // unit.shard_numel
+            shard = slot.offset_numel // unit.shard_numel
             shapes = rule.small_shapes(slot.shape).values()
-            held[slice_] = held.get(slice_, 0) + sum(shape.numel() * dtype.itemsize for shape, dtype in shapes)
-    return max(held.values(), default=0)
+            nbytes = sum(shape.numel() * dtype.itemsize for shape, dtype in shapes)
+            bytes_of_shards[shard] = bytes_of_shards.get(shard, 0) + nbytes
+    return max(bytes_of_shards.values(), default=0)

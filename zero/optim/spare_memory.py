@@ -1,11 +1,11 @@
-"""Lends the memory of gradients between their use and their next arrival: updated records wait there to be written.
+"""Lends the memory of gradients between their use and their next arrival: updated states wait there to be written.
 
-[Note: why writes wait] Forward runs at the disk's limit: it waits for records to be read and written. Backward leaves
-the disk mostly idle. A gradient is not needed after its update has used it, so by the end of forward most gradient
-memory is free. Records that are updated but not yet written stay in it, and are written while backward computes. The
-first gradient of a unit takes its memory back, so only the units that backward reaches late lend their memory.
+[Note: why writes wait] Forward runs at the disk's limit: it waits for optimizer states to be read and written. Backward
+leaves the disk mostly idle. A gradient is not needed after its update has used it, so by the end of forward most
+gradient memory is free. States that are updated but not yet written stay in it, and are written while backward
+computes. The first gradient of a unit withdraws its memory, so only units that backward reaches late offer theirs.
 
-So an update that finds no room in the arena may run in lent memory: `UpdateAdmission` admits one after the other.
+So an update that finds no room in the host pool may run in spare memory: `UpdateAdmission` admits one after the other.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from offload.streams import MaybeEvent
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.store.storage import Storage
 
-# Share of the gradient memory that is lent, from the front: its gradients arrive so late that writes left at the end
-# of forward are over by then.
+# Share of the gradient memory that is lent, from the front: its gradients arrive so late that writes that remain at the
+# end of forward are over by then.
 SPARE_SHARE = 2 / 3
 
 Range = tuple[int, int]
-WRITES_IN_FLIGHT = 2  # Records written at once if others can wait: enough to keep a disk busy, and reads go first.
+WRITES_IN_FLIGHT = 2  # States written at once if others can wait: enough to keep a disk busy, and reads go first.
 
 
 class Ranges:
     """A set of addresses as disjoint ranges, in order; ranges that touch are one. A change looks at its surroundings
-    only: a step gives thousands of ranges.
+    only: a step adds thousands of ranges.
     """
 
     def __init__(self) -> None:
@@ -53,9 +53,9 @@ class Ranges:
     def remove(self, begin: int, end: int) -> None:
         first, last = bisect_right(self._ends, begin), bisect_left(self._begins, end)  # those that it cuts
         if begin < end and first < last:
-            rest = [(self._begins[first], begin), (end, self._ends[last - 1])]
-            rest = [(lo, hi) for lo, hi in rest if lo < hi]
-            self._begins[first:last], self._ends[first:last] = [lo for lo, _ in rest], [hi for _, hi in rest]
+            ranges = [(self._begins[first], begin), (end, self._ends[last - 1])]
+            ranges = [(lo, hi) for lo, hi in ranges if lo < hi]
+            self._begins[first:last], self._ends[first:last] = [lo for lo, _ in ranges], [hi for _, hi in ranges]
 
     def within(self, begin: int, end: int) -> list[Range]:
         """The parts of [begin, end) that are in the set."""
@@ -64,31 +64,31 @@ class Ranges:
 
 
 class SpareRanges:
-    """Ranges of addresses: one party gives and withdraws them, others borrow and return them."""
+    """Ranges of addresses: one party offers and withdraws them, others borrow and return them."""
 
     def __init__(self) -> None:
-        self._offered, self._free = Ranges(), Ranges()  # Free: given and not lent.
-        self._borrowed: list[int] = []  # Where lent ranges begin, in order.
+        self._offered, self._free = Ranges(), Ranges()  # Free: offered and not borrowed.
+        self._borrowed: list[int] = []  # Where borrowed ranges begin, in order.
         self._end_of: dict[int, int] = {}
 
     def offer(self, begin: int, end: int) -> None:
-        """[begin, end) may be lent from now on."""
+        """[begin, end) may be borrowed from now on."""
         self._offered.add(begin, end)
         self._free.add(begin, end)
         for first in self._borrowed_in(begin, end):
             self._free.remove(first, self._end_of[first])
 
     def withdraw(self, begin: int, end: int) -> None:
-        """[begin, end) is not lent again; parts of it that are lent now stay lent until they are returned."""
+        """[begin, end) cannot be borrowed again; borrowed parts of it stay borrowed until they are returned."""
         self._offered.remove(begin, end)
         self._free.remove(begin, end)
 
     def is_borrowed(self, begin: int, end: int) -> bool:
-        """True while a part of [begin, end) is lent."""
+        """True while a part of [begin, end) is borrowed."""
         return bool(self._borrowed_in(begin, end))
 
     def borrow(self, nbytes: int) -> int | None:
-        """Lend the first run of `nbytes` that is given and not lent yet; None if there is none."""
+        """Borrow the first free range of `nbytes`, and return its begin; None if there is none."""
         begin = next((begin for begin, end in self._free if end - begin >= nbytes), None)
         if begin is not None:
             self._free.remove(begin, begin + nbytes)
@@ -97,14 +97,14 @@ class SpareRanges:
         return begin
 
     def return_range(self, begin: int) -> None:
-        """The range lent at `begin` is returned."""
+        """Return the range that was borrowed at `begin`."""
         end = self._end_of.pop(begin)
         del self._borrowed[bisect_left(self._borrowed, begin)]
         for span in self._offered.within(begin, end):
             self._free.add(*span)
 
     def _borrowed_in(self, begin: int, end: int) -> list[int]:
-        """Where the lent ranges begin that reach into [begin, end)."""
+        """Where the borrowed ranges begin that reach into [begin, end)."""
         first = last = bisect_left(self._borrowed, end)
         while first and self._end_of[self._borrowed[first - 1]] > begin:
             first -= 1
@@ -112,14 +112,14 @@ class SpareRanges:
 
 
 class _Pool:
-    """The spare memory of one gradient plane."""
+    """The spare memory of the gradients of one address space."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory, self.ranges = memory, SpareRanges()
         self.end = int(memory.numel() * SPARE_SHARE)
         self.waiters: list[asyncio.Future[None]] = []
 
-    def free_range(self, offset: int, nbytes: int, fences: tuple[MaybeEvent, ...]) -> None:
+    def free_range(self, offset: int, nbytes: int, events: tuple[MaybeEvent, ...]) -> None:
         """Called by `Block.free`."""
         self.ranges.return_range(offset)
         waiters, self.waiters = self.waiters, []
@@ -129,11 +129,11 @@ class _Pool:
 
 
 class SpareGradientMemory:
-    """Lends the memory of gradients that updates have used. All but `is_offered` runs on the mover's loop."""
+    """Lends the memory of gradients that updates have used. All but `is_offered` runs on the I/O loop."""
 
     def __init__(self, layout: Layout, storage: Storage) -> None:
         self._layout, self._storage = layout, storage
-        memories = {index: plane.host for index, plane in enumerate(storage.gradients) if plane is not None}
+        memories = {index: array.host for index, array in enumerate(storage.gradients) if array is not None}
         self._pools = {index: _Pool(memory) for index, memory in memories.items() if memory is not None}
         self._offered_units: set[int] = set()
 
@@ -154,7 +154,7 @@ class SpareGradientMemory:
                 pool.ranges.offer(begin, end)
 
     def try_lease(self, nbytes: int) -> Block | None:
-        """Memory of used gradients for an update; None if there is not enough in one run."""
+        """Memory of used gradients for an update; None if no free range is large enough."""
         for pool in self._pools.values():
             begin = pool.ranges.borrow(nbytes)
             if begin is not None:
@@ -166,7 +166,7 @@ class SpareGradientMemory:
         return index in self._offered_units
 
     async def withdraw(self, unit: Unit) -> None:
-        """Return when no part of the memory of the unit's gradient is lent any more."""
+        """Return when no part of the memory of the unit's gradient is borrowed any more."""
         pool = self._pools[self._layout.space_of(unit)]
         begin, end = self._range(pool, unit, unit.begin, unit.end)
         pool.ranges.withdraw(begin, end)
@@ -178,18 +178,18 @@ class SpareGradientMemory:
 
     def _range(self, pool: _Pool, unit: Unit, begin: int, end: int) -> Range:
         """The bytes of the pool that hold [begin, end) of the unit and may be lent; empty for other memory."""
-        plane = self._storage.gradients[self._layout.space_of(unit)]
-        first, last = (plane and plane.host_range(begin, end)) or (0, 0)
+        array = self._storage.gradients[self._layout.space_of(unit)]
+        first, last = (array and array.host_range(begin, end)) or (0, 0)
         return min(first, pool.end), min(last, pool.end)
 
 
 class UpdateAdmission:
-    """Admits updates in the order in which they ask.
+    """Admits updates in the order of their requests.
 
-    `slots`: number of updates that may use memory of the arena; `spare`: memory that further updates use.
+    `slots`: number of updates that may use memory of the host pool; `spare`: memory that further updates use.
 
     Attributes:
-        write_semaphore: a semaphore that each write of a record acquires.
+        write_semaphore: a semaphore that each write of an optimizer state acquires.
     """
 
     def __init__(self, slots: int, spare: SpareGradientMemory) -> None:
@@ -200,7 +200,7 @@ class UpdateAdmission:
 
     @asynccontextmanager
     async def admit(self, nbytes: int) -> AsyncIterator[Block | None]:
-        """A place for an update that needs `nbytes` of host memory: lent memory, or None for a slot of the arena."""
+        """A place for an update that needs `nbytes` of host memory: spare memory, or None: a slot of the host pool."""
         async with self._admission_lock:
             block = self._spare.try_lease(nbytes) if nbytes and self._slots.locked() else None
             if block is None:

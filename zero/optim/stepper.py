@@ -1,17 +1,17 @@
-"""Steps: `step()` fixes them, and their updates run later.
+"""Steps: `step()` decides them, and their updates run later.
 
 [Note: what a step is] Norm, clipping and hyper-parameters are fixed before the first sub-group is touched, and the
 gradients are sealed: later backwards collect new ones. From then on the step counts as taken, even if something fails:
 every sub-group is updated once, with these values, before its weights are used.
 
 [Note: what ranks agree on] In one message: the number of the step, the norm, and the parameters that have a gradient on
-any rank. Each rank updates its part of a weight by its own options, so a checksum says whether they are alike.
+any rank. Each rank updates its part of a weight by its own options, so a checksum shows whether they are equal.
 Gradients that are not finite are found from the counts of each block, so only few blocks are read.
 
 [Note: a step that is skipped] If a gradient is not finite on any rank, all ranks skip the step: nothing is sealed, the
 gradients are dropped, and the loss scale is adapted. The factor that clips also divides the gradients of a scaled loss
-by the scale; the division is exact, because a dynamic scale is a power of two. It also has the factor that user code
-has given all gradients, as `torch.nn.utils.clip_grad_norm_` does.
+by the scale; the division is exact, because a dynamic scale is a power of two. It also contains the factor by which
+user code has multiplied all gradients, as `torch.nn.utils.clip_grad_norm_` does.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ HEAD = struct.Struct(f"<qBI{PACKED_BYTES}s")
 """Number of the step, what is wrong with its gradients, checksum of the settings, sum of squares."""
 UNSTORED, INTERRUPTED = 1, 2  # What is wrong: a write has failed, and nothing is lost; a backward was aborted.
 COMPARED_OPTIONS = ("lr", "betas", "momentum", "weight_decay", "eps")
-"""Options by which each rank updates its part of a weight; a class may change others as it likes."""
+"""Options by which each rank updates its part of a weight; a class may change other options freely."""
 NAMES_MAX = 3  # More names would not help: gradients that come later in backward are computed from earlier ones.
 NAMES_SHOWN = 8
 
@@ -81,24 +81,23 @@ def agree_on_step(
 ) -> tuple[float, set[int]]:
     """The norm of all gradients, and the parameters that have a gradient on any rank. Collective.
 
-    Raises StateError: the ranks are at different steps; TornBackward: a backward was aborted on one of them;
+    Raises StateError: the ranks are at different steps; InterruptedBackward: a backward was aborted on one of them;
     StorageError: a write has failed on one of them; ConfigError: their settings differ.
 
     Args:
         collectives: with the other ranks.
         number: of the step, counted from 1.
-        square_sum: of this rank's slices.
+        square_sum: of this rank's shards.
         contributed: indices of parameters that have a gradient on this rank.
         backward_interrupted: a backward was aborted on this rank.
         failure: a transfer of this rank that has failed since the last step.
-        settings: of the whole step, and of each param group.
+        settings: of the step, and of each param group.
     """
     mask = bytes(index in contributed for index in range(max(contributed, default=-1) + 1))
-    said = json.dumps(settings).encode()
-    wrong = INTERRUPTED if backward_interrupted else UNSTORED if failure is not None else 0
-    answers = collectives.all_gather_bytes(
-        f"step {number}", HEAD.pack(number, wrong, zlib.crc32(said), square_sum.pack()) + mask
-    )
+    settings_json = json.dumps(settings).encode()
+    problem = INTERRUPTED if backward_interrupted else UNSTORED if failure is not None else 0
+    head = HEAD.pack(number, problem, zlib.crc32(settings_json), square_sum.pack())
+    answers = collectives.all_gather_bytes(f"step {number}", head + mask)
     heads = [HEAD.unpack_from(answer) for answer in answers]
     if any(head[0] != number for head in heads):
         steps = ", ".join(f"rank {rank}: {head[0]}" for rank, head in enumerate(heads))
@@ -109,21 +108,20 @@ def agree_on_step(
     if any(head[1] == UNSTORED for head in heads):
         DeferringFailures(collectives).all_gather_results(f"step {number}, which can be tried again,", failure=failure)
     if len({head[2] for head in heads}) > 1:
-        raise _difference_error(
-            [json.loads(answer) for answer in collectives.all_gather_bytes(f"settings of step {number}", said)]
-        )
-    # Only the slices of one shard group: replicas have the same ones.
+        answers = collectives.all_gather_bytes(f"settings of step {number}", settings_json)
+        raise _difference_error([json.loads(answer) for answer in answers])
+    # Only the shards of one shard group: replicas have the same ones.
     total = SquareSum.merge(SquareSum.unpack(heads[rank][3]) for rank in collectives.placement.shard_ranks)
     if collectives.is_pipeline_stage:
-        mine = SquareSum.merge([total, collectives.world.duplicate_square_sum()])
-        stages = collectives.world.gather_over_stages(f"norm of step {number}", mine.pack())
-        total = SquareSum.merge(map(SquareSum.unpack, stages))
+        stage_sum = SquareSum.merge([total, collectives.world.duplicate_square_sum()])
+        stage_sums = collectives.world.gather_over_stages(f"norm of step {number}", stage_sum.pack())
+        total = SquareSum.merge(map(SquareSum.unpack, stage_sums))
     union = {index for answer in answers for index, has in enumerate(answer[HEAD.size :]) if has}
     return total.norm(), union
 
 
 def options_to_compare(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
-    """What all ranks must have alike of each param group, as numbers."""
+    """The options of each param group that must be equal on all ranks, as numbers."""
 
     def number(value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -141,8 +139,8 @@ def _difference_error(settings_of_ranks: list[list[dict[str, Any]]]) -> ConfigEr
     """Names the first setting of any rank, in rank order, that is not the first rank's."""
     pairs = (
         (rank, index, *pair)
-        for rank, its in enumerate(settings_of_ranks)
-        for index, pair in enumerate(zip_longest(settings_of_ranks[0], its))
+        for rank, settings in enumerate(settings_of_ranks)
+        for index, pair in enumerate(zip_longest(settings_of_ranks[0], settings))
     )
     for rank, index, first, other in pairs:
         for name in {**(first or {}), **(other or {})}:
@@ -168,30 +166,30 @@ def agree_on_nonfinite(
 
     Args:
         collectives: with the other ranks.
-        gradients: at rest, before they are cleared.
+        gradients: stored, and not cleared yet.
         loss_is_finite: for this rank's loss, as far as it knows.
     """
-    mine: list[tuple[int, str]] = []
+    names: list[tuple[int, str]] = []
     for position, state, slot in _in_arrival_order(gradients):
         if _is_nonfinite(gradients, state, slot):
-            mine.append((position, slot.name))
-            if len(mine) == NAMES_MAX:
+            names.append((position, slot.name))
+            if len(names) == NAMES_MAX:
                 break
-    answers = collectives.all_gather_bytes("gradients that are not finite", json.dumps([mine, loss_is_finite]).encode())
-    told = [json.loads(answer) for answer in answers]
+    message = json.dumps([names, loss_is_finite]).encode()
+    answers = [json.loads(a) for a in collectives.all_gather_bytes("gradients that are not finite", message)]
     first: dict[str, int] = {}
-    for position, name in sorted(pair for theirs, _ in told for pair in theirs):
+    for position, name in sorted(pair for rank_names, _ in answers for pair in rank_names):
         first.setdefault(name, position)
-    return list(first)[:NAMES_MAX], all(finite for _, finite in told)
+    return list(first)[:NAMES_MAX], all(finite for _, finite in answers)
 
 
 def _in_arrival_order(gradients: Gradients) -> Iterator[tuple[int, UnitGradient, Slot]]:
     """(position in order of arrival, unit, parameter) of gradients that may be not finite; unknown ones are last."""
-    summed = (state for state in gradients.states() if state.is_stored)
-    states = {state.unit.index: state for state in summed if nonfinite_of(state.sums).any()}
+    stored = (state for state in gradients.states() if state.is_stored)
+    states = {state.unit.index: state for state in stored if nonfinite_of(state.sums).any()}
     known = list(gradients.arrival_order)
-    rest = [(index, i) for index, state in reversed(states.items()) for i in range(len(state.unit.slots))]
-    for position, (index, slot) in enumerate(dict.fromkeys([*known, *rest])):
+    every = [(index, i) for index, state in reversed(states.items()) for i in range(len(state.unit.slots))]
+    for position, (index, slot) in enumerate(dict.fromkeys([*known, *every])):
         if index in states:
             yield position, states[index], states[index].unit.slots[slot]
 
@@ -235,9 +233,9 @@ class UnusedParameters(StateError, AssertionError):
 class StepState(Enum):
     """The progress of the engine's step."""
 
-    NONE = "no step is asked for; what the last one has left to do is done when somebody looks"
+    NONE = "no step is requested; remaining updates of the last one run when their weights are needed"
     REQUESTED = "it will be taken, whatever fails meanwhile"
-    DECIDED = "norm, clipping and hyper-parameters are fixed, or it is skipped; nobody has counted it"
+    DECIDED = "norm, clipping and hyper-parameters are fixed, or it is skipped; no counter has counted it"
     COUNTED = "counters, loss scale and schedule have it; its updates are about to begin"
 
 
@@ -270,13 +268,13 @@ class Stepper:
         *,
         needs_all: bool,
     ) -> None:
-        self._layout, self._storage, self._gradients, self._collectives = (
-            storage.layout,
-            storage,
-            gradients,
-            collectives,
-        )
-        self.pipeline, self.updates, self._scaler = pipeline, updates, scaler
+        self._layout = storage.layout
+        self._storage = storage
+        self._gradients = gradients
+        self._collectives = collectives
+        self.pipeline = pipeline
+        self.updates = updates
+        self._scaler = scaler
         self._persistent = [unit.index for unit in storage.layout.units if unit.persistent]
         self._arguments = StepArguments({}, 1.0, 0)
         self._needs_all = needs_all
@@ -312,7 +310,7 @@ class Stepper:
         loss_is_finite: Callable[[], bool],
         backward_interrupted: bool,
     ) -> None:
-        """Decide everything about the step that was asked for. No weight has changed when this returns or raises.
+        """Decide everything about the requested step. No weight has changed when this returns or raises.
 
         Raises UnusedParameters: see `needs_all`; no step is taken. Raises LossScaleError: the gradients are not finite,
         and the loss scale is at its minimum; no step is taken. Raises StorageError: a gradient or a result of the
@@ -325,7 +323,8 @@ class Stepper:
             index_of: id(parameter) -> parameter index.
             norm_max: clip to this norm; 0: do not clip.
             loss_is_finite: called if a gradient is not finite.
-            backward_interrupted: a backward was aborted on this rank; then no rank takes the step (TornBackward).
+            backward_interrupted: a backward was aborted on this rank; then no rank takes the step
+                (InterruptedBackward).
         """
         self.finish_updates()  # updates of the last step read the gradients that it has sealed
         self._gradients.finish_for_step()
@@ -368,20 +367,20 @@ class Stepper:
         self._scaler.update_scale(overflow=False)
 
     def _take_failure(self, number: int) -> StorageError | None:
-        """What has failed on this rank since the last step, and is reported only once. None with a single rank."""
-        mine, before = self._gradients.failure, self.updates.unreported
+        """The failure on this rank since the last step, which is reported only once. None with a single rank."""
+        of_gradients, of_updates = self._gradients.failure, self.updates.unreported
         self._gradients.failure = self.updates.unreported = None
-        return before if mine is None else mine.within(f"gradients of step {number}")
+        return of_updates if of_gradients is None else of_gradients.within(f"gradients of step {number}")
 
     def _parameters_with_gradient(self) -> set[int]:
         """Indices of the parameters that have a gradient on this rank."""
         trained = (unit for unit in self._layout.units if unit.trainable)
         pairs = (zip(unit.slots, self._gradients.slots_with_gradient(unit.index), strict=True) for unit in trained)
-        return {slot.index for its in pairs for slot, has in its if has}
+        return {slot.index for unit_pairs in pairs for slot, has in unit_pairs if has}
 
     def _fix_values(self, optimizer: ZeroOptimizer, index_of: dict[int, int], contributed: set[int]) -> Any:
-        """The values of the groups, and the small states. If the user has made the groups such that there are none, no
-        step is taken; the gradients stay for another attempt.
+        """The values of the groups, and the small states. If the groups' options do not allow any, no step is taken;
+        the gradients stay for another attempt.
         """
         try:
             values = optimizer.step_values(index_of, contributed)
@@ -418,10 +417,10 @@ class Stepper:
     def _check_unused(self, contributed: set[int], optimizer: ZeroOptimizer, index_of: dict[int, int]) -> None:
         """Check parameters that require a gradient now: a parameter that was frozen later is still in its unit."""
         with torch._C.DisableTorchFunctionSubclass():
-            held = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-            wanted = {index_of[id(p)] for p in held if id(p) in index_of} - contributed
+            trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+            lacking = {index_of[id(p)] for p in trained if id(p) in index_of} - contributed
         slots = (slot for unit in self._layout.units if unit.trainable for slot in unit.slots)
-        unused = [slot.name for slot in slots if slot.index in wanted]
+        unused = [slot.name for slot in slots if slot.index in lacking]
         if unused:
             self._set_state(StepState.NONE)
             more = f" and {len(unused) - NAMES_SHOWN} more" if len(unused) > NAMES_SHOWN else ""
@@ -439,9 +438,9 @@ class Stepper:
             return
         due = self.updates.groups_of(None)
         self._finish_groups([group for group in due if self.pipeline.can_update_now(group, self._arguments)])
-        bound = self.updates.groups_of(self._persistent)
-        if bound:
-            self._storage.io_loop.submit("updating what is always bound", self.updates.update_groups(bound))
+        persistent = self.updates.groups_of(self._persistent)
+        if persistent:
+            self._storage.io_loop.submit("updating persistent units", self.updates.update_groups(persistent))
 
     def check_updates(self) -> None:
         """Raise the error of an update if it was not reported yet; otherwise repeat the writes that failed.
@@ -462,7 +461,7 @@ class Stepper:
 
         Raises StorageError: names the step; the next call continues.
         """
-        # In this order: a failing update sets `failure` before it counts as settled.
+        # In this order: a failing update sets `failure` before `is_idle` becomes true.
         if self.updates.is_idle and self.updates.failure is None:
             return
         self.check_updates()
@@ -475,7 +474,7 @@ class Stepper:
             self._run_job(f"updating unit {unit.name}", self.updates.update_unit(unit))
 
     def _reclaim_memory(self, unit: Unit) -> None:
-        """Wait until updates return the lent memory of the unit's gradient."""
+        """Wait until updates return the memory of the unit's gradient."""
         spare = self.pipeline.spare_memory
         if spare.is_offered(unit.index):
             self._storage.io_loop.run(f"storing results out of the way of {unit.name}", spare.withdraw(unit))

@@ -1,19 +1,19 @@
 """The update of one sub-group: read, apply, write.
 
-[Note: what an update touches] A sub-group is a run of a space. Its state record (remainder and state planes, adjacent)
-is one sequential range of the record plane; its weights and gradients are ranges of their planes. Values in memory that
-the kernel can address are updated in place; the rest passes through one leased block of the arena. Results do not
-depend on the cut into sub-groups.
+[Note: what an update touches] A sub-group is a range of an address space. Its optimizer state (remainder and array
+states, adjacent) is one sequential range of the array of states; its weights and gradients are ranges of their arrays.
+Values in memory that the kernel can address are updated in place; other values pass through one leased block of the
+host pool. Results do not depend on the cut into sub-groups.
 
-[Note: delivery] A caller that waits for a unit's new weights gives the memory for them. If the kernel can address it,
+[Note: delivery] A caller that waits for a unit's new weights passes the memory for them. If the kernel can address it,
 the old weights are read into it and updated there: one read serves the update and the forward. Otherwise the weights
 are copied there after the update.
 
-[Note: order of writes] Weights are written at once, because other units need the memory that they are in. Records may
-wait; see zero/optim/spare_memory.py.
+[Note: order of writes] Weights are written at once, because other units need the memory that they are in. Writes of
+optimizer states may wait; see zero/optim/spare_memory.py.
 
 [Note: failure] If its read fails, a sub-group is untouched and stays due. If its write fails, it has been updated: the
-planes keep its bytes until a later write succeeds, so memory still holds the true values.
+arrays keep its bytes until a later write succeeds, so memory still holds the true values.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StepArguments:
     small: Mapping[int, SmallStates] = field(default_factory=dict)
 
     def store_small_states(self, small: NewSmallStates) -> None:
-        """An update counts: keep the small states that it has made."""
+        """An update counts: store its new small states."""
         for index, tensors in small.items():
             self.small[index].tensors = tensors
 
@@ -61,7 +61,7 @@ class StepArguments:
 class Delivery:
     """Memory to which a unit's weights are delivered."""
 
-    into: torch.Tensor  # uint8, the flat unit.
+    into: torch.Tensor  # uint8, a flat buffer.
     events: tuple[MaybeEvent, ...]  # After the last uses of that memory.
 
 
@@ -80,7 +80,10 @@ class SubGroupPipeline:
     """Updates sub-groups, one call each."""
 
     def __init__(self, layout: Layout, storage: Storage, gradients: Gradients, rules: Rules) -> None:
-        self._layout, self._storage, self._gradients, self._rules = layout, storage, gradients, rules
+        self._layout = layout
+        self._storage = storage
+        self._gradients = gradients
+        self._rules = rules
         self.spare_memory = SpareGradientMemory(layout, storage)
         self._admission = UpdateAdmission(storage.plan.sub_groups_in_flight, self.spare_memory)
         # Awaited before a sub-group changes, so that its old values can be copied first (a checkpoint in progress).
@@ -101,11 +104,11 @@ class SubGroupPipeline:
         """
         if self._storage.update_device(group) != self._storage.device:
             return False
-        planes = [self._storage.state_arrays[group.space], self._storage.weights[group.space]]
-        runs = [(plane, group.begin, group.end) for plane in planes if plane is not None]
+        arrays = [self._storage.state_arrays[group.space], self._storage.weights[group.space]]
+        ranges = [(array, group.begin, group.end) for array in arrays if array is not None]
         for unit in self.trained_units(group, arguments):
-            runs.append((self._gradients.step_gradient(unit.index).array, *group.range_in(unit)))
-        return all(plane.swap_bytes(begin, end) == 0 for plane, begin, end in runs)
+            ranges.append((self._gradients.step_gradient(unit.index).array, *group.range_in(unit)))
+        return all(array.swap_bytes(begin, end) == 0 for array, begin, end in ranges)
 
     async def update_group(
         self,
@@ -117,43 +120,43 @@ class SubGroupPipeline:
     ) -> None:
         """Update a sub-group and store the result.
 
-        Raises StorageError: before `forward_arguments.applied` was called, nothing has changed; after it, the planes hold the new
-        values in memory.
+        Raises StorageError: before `listener.on_applied` was called, nothing has changed; after it, the arrays hold the
+        new values in memory.
 
         Args:
             group: has at least one trained unit.
             arguments: the step's.
-            deliveries: unit index -> memory for its part of the new weights. They are written to the disk from there too,
-                so this memory must not change until `forward_arguments.returned` is called, or this returns.
+            deliveries: unit index -> memory for its part of the new weights. They are written to the disk from there
+                too, so this memory must not change until `listener.on_memory_returned` is called, or this returns.
             listener: functions to call at the stages of the update.
             threads: of the CPU kernel.
         """
         if self.before_update is not None:
             await self.before_update(group, arguments)
         units = self.trained_units(group, arguments)
-        given = {
+        caller_memory = {
             unit.index: _bytes_of(unit, deliveries[unit.index].into, *group.range_in(unit))
             for unit in units
             if unit.index in deliveries
         }
-        work = StagedSubGroup(self._storage, self._layout, group, units, given, self._gradient_array)
+        work = StagedSubGroup(self._storage, self._layout, group, units, caller_memory, self._gradient_array)
         streams = self._storage.streams
-        async with self._admission.admit(work.host_nbytes) as lent:
+        async with self._admission.admit(work.host_nbytes) as spare_block:
             await listener.before_update()  # only now: another update may have failed while this one waited for memory
             streams.wait_events(arguments.event)
             if self._storage.update_device(group) != self._storage.device:
                 # The host overwrites weights that a forward's copies may still read.
                 await streams.synchronize(arguments.event)
-            await work.lease("sub-group", lent)
+            await work.lease("sub-group", spare_block)
             try:
-                made = await self._compute_into(work, arguments, threads)
+                new_small = await self._compute_into(work, arguments, threads)
                 await self._deliver(work, deliveries)
-                arguments.store_small_states(made)  # before `applied` reports that the update counts
+                arguments.store_small_states(new_small)  # before `on_applied` reports that the update counts
                 listener.on_applied(frozenset(unit.index for unit in units) & deliveries.keys())
-                if lent is not None or (
+                if spare_block is not None or (
                     self._storage.update_device(group) == self._storage.device and not work.in_place
                 ):
-                    # A GPU may still read gradients in host memory, or copy new weights out of lent memory.
+                    # A GPU may still read gradients in host memory, or copy new weights out of spare memory.
                     await streams.synchronize(streams.record_event())
                 self.spare_memory.offer(group, units)
                 error = await self._write_back(work, listener)
@@ -163,22 +166,22 @@ class SubGroupPipeline:
             raise error
 
     def _gradient_array(self, unit: Unit) -> TieredArray:
-        """The plane of the gradient that an update of the unit uses."""
+        """The array of the gradient that an update of the unit uses."""
         return self._gradients.step_gradient(unit.index).array
 
     async def _compute_into(self, work: StagedSubGroup, arguments: StepArguments, threads: int) -> NewSmallStates:
-        made: dict[int, SmallTensors] = {}
+        new_small: dict[int, SmallTensors] = {}
 
         def compute() -> None:
             for unit in work.units:
                 nbytes = work.weights[unit.index].bytes.numel()
                 with self._storage.timeline.span(UPDATES, f"{unit.name} in {work.group.name}", nbytes):
-                    made.update(self._apply_rule(work, unit, arguments, threads))
+                    new_small.update(self._apply_rule(work, unit, arguments, threads))
 
         await work.read()
         with self._storage.io_loop.computing():
             await work.compute(compute)
-        return made
+        return new_small
 
     async def _deliver(self, work: StagedSubGroup, deliveries: Mapping[int, Delivery]) -> None:
         """Copy new weights to the caller's memory and to their home, if they were not updated there."""
@@ -197,20 +200,20 @@ class SubGroupPipeline:
     async def _write_back(self, work: StagedSubGroup, listener: UpdateListener) -> BaseException | None:
         """Store the results; returns the first error. See `StagedRange.write_or_strand`."""
 
-        async def write_record() -> None:
+        async def write_state() -> None:
             async with self._admission.write_semaphore:
                 await work.state.write_or_strand()
 
-        records = [] if work.state.in_place else [asyncio.create_task(write_record())]
+        state_tasks = [] if work.state.in_place else [asyncio.create_task(write_state())]
         weights = [weight for weight in work.weights.values() if not (weight.has_memory_home or weight.in_place)]
-        written = await asyncio.gather(*(weight.write_or_strand() for weight in weights), return_exceptions=True)
-        # From here on the owner may overwrite the memory it has lent, and store newer weights of its own: what was
-        # stranded later would replace them.
+        weight_errors = await asyncio.gather(*(weight.write_or_strand() for weight in weights), return_exceptions=True)
+        # From here on the owner may overwrite its memory, and store newer weights of its own: weights that are stranded
+        # later would replace them.
         listener.on_memory_returned()
-        if not any(written):
+        if not any(weight_errors):
             listener.on_stored()
-        recorded = await asyncio.gather(*records, return_exceptions=True)
-        return next((error for error in (*written, *recorded) if error is not None), None)
+        state_errors = await asyncio.gather(*state_tasks, return_exceptions=True)
+        return next((error for error in (*weight_errors, *state_errors) if error is not None), None)
 
     def _apply_rule(self, work: StagedSubGroup, unit: Unit, arguments: StepArguments, threads: int) -> NewSmallStates:
         """Update the part of a unit that is in a sub-group; returns the new small states."""
@@ -219,23 +222,24 @@ class SubGroupPipeline:
         lo, hi = weight.begin - work.group.begin, weight.end - work.group.begin
         first = weight.begin - unit.origin
         pairs = ((slot, _segment(slot, first, weight.end - weight.begin, arguments)) for slot in unit.slots)
-        found = [(slot, segment) for slot, segment in pairs if segment is not None]
-        kept = [arguments.small.get(slot.index) for slot, _ in found]
+        segments = [(slot, segment) for slot, segment in pairs if segment is not None]
+        small_states = [arguments.small.get(slot.index) for slot, _ in segments]
         run = UpdateRun(
             weight.bytes.view(work.space.dtype),
             None if state.remainder is None else state.remainder[lo:hi],
             state.states.part(lo, hi),
             gradient.bytes.view(self._gradients.step_gradient(unit.index).dtype),
-            [segment for _, segment in found],
-            [tuple(slot.shape) for slot, _ in found],
-            [NO_SMALL if each is None else each.tensors for each in kept],
+            [segment for _, segment in segments],
+            [tuple(slot.shape) for slot, _ in segments],
+            [NO_SMALL if small is None else small.tensors for small in small_states],
         )
-        made = self._rules.each[unit.rule].update_run(run, arguments.grad_scale, threads)
-        return {slot.index: small for (slot, _), small in zip(found, made or (), strict=bool(made)) if small}
+        new_small = self._rules.each[unit.rule].update_run(run, arguments.grad_scale, threads)
+        pairs_of_small = zip(segments, new_small or (), strict=bool(new_small))
+        return {slot.index: tensors for (slot, _), tensors in pairs_of_small if tensors}
 
 
 def _bytes_of(unit: Unit, flat: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """Coordinates [begin, end) of a flat unit in bytes."""
+    """Coordinates [begin, end) of a flat buffer in bytes."""
     width = unit.dtype.itemsize
     return flat[(begin - unit.begin) * width : (end - unit.begin) * width]
 
