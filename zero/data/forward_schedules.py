@@ -32,8 +32,8 @@ class CurriculumScheduler:
         if isinstance(config, CurriculumLearning):
             block = config
         else:
-            checked = load_config({"curriculum_learning": {**config, "enabled": True}}).curriculum_learning
-            block = CurriculumLearning() if checked is None else checked
+            loaded = load_config({"curriculum_learning": {**config, "enabled": True}}).curriculum_learning
+            block = CurriculumLearning() if loaded is None else loaded
         self._block = block
         self._smallest, self._largest = block.min_difficulty or 1, block.max_difficulty or 1
         self._custom: Callable[[int], int] | None = None
@@ -124,9 +124,11 @@ class ForwardSchedules:
 
     def __init__(self, config: Config) -> None:
         curriculum, drop = config.curriculum_learning, config.progressive_layer_drop
-        on = curriculum is not None and curriculum.enabled
-        self.curriculum_scheduler_legacy = CurriculumScheduler(curriculum) if curriculum is not None and on else None
-        self._passes_length = on and curriculum is not None and curriculum.curriculum_type == "seqlen"
+        is_enabled = curriculum is not None and curriculum.enabled
+        self.curriculum_scheduler_legacy = (
+            CurriculumScheduler(curriculum) if curriculum is not None and is_enabled else None
+        )
+        self._passes_length = is_enabled and curriculum is not None and curriculum.curriculum_type == "seqlen"
         self.progressive_layer_drop: ProgressiveLayerDrop | None = None
         if drop is not None and drop.enabled:
             self.progressive_layer_drop = ProgressiveLayerDrop(drop.theta, drop.gamma)

@@ -42,9 +42,9 @@ class Loaders:
         """A loader of this rank's micro-batches; DeepSpeed's name and arguments.
 
         With several ranks the samples of an epoch are divided among them. If the number of samples is no multiple of
-        the ranks, samples from the front are added (or, with `dataloader_drop_last`, the rest is dropped): a rank with
-        one batch less would leave the others waiting. An incomplete last batch is kept (or dropped, likewise); it has
-        the same size on every rank.
+        the ranks, samples from the front are added (or, with `dataloader_drop_last`, the last ones are dropped): a rank
+        with one batch less would leave the others waiting. An incomplete last batch is kept (or dropped, likewise); it
+        has the same size on every rank.
 
         The loader has `state_dict` and `load_state_dict` (see `ResumableLoader`), except for an IterableDataset.
         Checkpoints have the position of `engine.training_dataloader` only: if you train on this loader, set it there.
@@ -55,7 +55,7 @@ class Loaders:
             route: "train" shuffles, "eval" and "predict" keep the order.
             pin_memory: put batches into pinned memory; only with a GPU.
             data_sampler: gives this rank's samples in their order; None: its part of all of them.
-            collate_fn: None: the one given to `zero.initialize`, else torch's.
+            collate_fn: None: the one passed to `zero.initialize`, else torch's.
             num_local_io_workers: number of processes that load; None: none, the training loop loads.
             place: (index, count) of the part of the data; None: (this rank, number of ranks).
 

@@ -57,8 +57,8 @@ class _SkippingSampler(Sampler[Any]):
         self.has_states = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
         self.generator: torch.Generator | None = None  # Decides its order, unless its epoch or its state does.
         if not self.has_states and not isinstance(sampler, (DistributedSampler, SequentialSampler)):
-            own = getattr(sampler, "generator", None)
-            self.generator = own if isinstance(own, torch.Generator) else torch.default_generator
+            generator = getattr(sampler, "generator", None)
+            self.generator = generator if isinstance(generator, torch.Generator) else torch.default_generator
 
     def set_start(self, first: int, skip: int, random: torch.Tensor | None) -> None:
         """Set the start of the next iteration.
@@ -115,13 +115,13 @@ def _draw_indices(sampler: Any, random: torch.Tensor) -> Iterator[Any]:
 
     torch's samplers use the generator only for their first index, so it is restored after that.
     """
-    now = torch.get_rng_state()
+    state = torch.get_rng_state()
     torch.set_rng_state(random)
     try:
         indices = iter(sampler)
         first = list(itertools.islice(indices, 1))
     finally:
-        torch.set_rng_state(now)
+        torch.set_rng_state(state)
     return itertools.chain(first, indices)
 
 
@@ -204,7 +204,7 @@ class ResumableLoader(DataLoader[Any]):
         self.load_count = 0
 
     def __iter__(self) -> Any:
-        """The rest of the epoch that was loaded, or a new epoch."""
+        """An iterator over the remaining batches of the loaded epoch, or over a new epoch."""
         return _LoaderIterator(self)
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,22 +212,26 @@ class ResumableLoader(DataLoader[Any]):
 
         Returns numbers, tensors, and the state of a sampler that has one.
         """
-        skipping, own = self._skipping_sampler, self._has_own_generator
-        at = self._loaded_progress if self._loaded_progress is not None else self._progress
-        if at is None or at.is_ended or (at is self._loaded_progress and at.epoch != self._next_epoch):
-            random = skipping.generator.get_state() if skipping.generator is not None and own else None
-            at = _Progress(self._next_epoch, random=random)
-        mine = min(at.first + at.iteration_batches * self._samples, self._skipping_sampler.epoch_samples)
+        skipping, has_own_generator = self._skipping_sampler, self._has_own_generator
+        progress = self._loaded_progress if self._loaded_progress is not None else self._progress
+        if (
+            progress is None
+            or progress.is_ended
+            or (progress is self._loaded_progress and progress.epoch != self._next_epoch)
+        ):
+            random = skipping.generator.get_state() if skipping.generator is not None and has_own_generator else None
+            progress = _Progress(self._next_epoch, random=random)
+        used = min(progress.first + progress.iteration_batches * self._samples, self._skipping_sampler.epoch_samples)
         return {
-            "epoch": at.epoch,
-            "batches": at.batches,
-            "samples": mine * self._world_size,
+            "epoch": progress.epoch,
+            "batches": progress.batches,
+            "samples": used * self._world_size,
             "world_size": self._world_size,
             "batch_size": self._samples,
             "dataset_samples": len(self.dataset),  # type: ignore[arg-type]
             "seed": self._seed,
-            "sampler": skipping.state_after(mine) if skipping.has_states else None,
-            "random": at.random,
+            "sampler": skipping.state_after(used) if skipping.has_states else None,
+            "random": progress.random,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -257,29 +261,27 @@ class ResumableLoader(DataLoader[Any]):
         is_placed = ranks == self._world_size and self._skipping_sampler.load_sampler_state(state.get("sampler"))
         if random is not None and self._skipping_sampler.generator is not None and self._has_own_generator:
             self._skipping_sampler.generator.set_state(random)
-        self._loaded_progress, self._progress = (
-            _Progress(epoch, first, batches, random=random, is_placed=is_placed),
-            None,
-        )
+        self._loaded_progress = _Progress(epoch, first, batches, random=random, is_placed=is_placed)
+        self._progress = None
         self.load_count += 1
 
     def _begin_epoch(self) -> tuple[Iterator[Any], _Progress]:
         loaded, self._loaded_progress = self._loaded_progress, None
         epoch, skipping = self._next_epoch, self._skipping_sampler
         if loaded is not None and loaded.epoch == epoch:
-            at, random = loaded, None if self._has_own_generator else loaded.random
+            progress, random = loaded, None if self._has_own_generator else loaded.random
         else:
-            at, random = _Progress(epoch), None
-        if at.random is None and skipping.generator is not None:
-            at.random = skipping.generator.get_state()
-        self._progress, self._epochs = at, epoch + 1
+            progress, random = _Progress(epoch), None
+        if progress.random is None and skipping.generator is not None:
+            progress.random = skipping.generator.get_state()
+        self._progress, self._epochs = progress, epoch + 1
         seed = torch.initial_seed() % 2**64
-        mixed = np.random.SeedSequence([seed, self._rank, epoch, at.first]).generate_state(1, np.uint64)
+        worker_seed = np.random.SeedSequence([seed, self._rank, epoch, progress.first]).generate_state(1, np.uint64)
         if self.generator is not None:
-            self.generator.manual_seed(int(mixed[0]))
-        skipping.set_start(at.first, 0 if at.is_placed else at.first, random)
+            self.generator.manual_seed(int(worker_seed[0]))
+        skipping.set_start(progress.first, 0 if progress.is_placed else progress.first, random)
         with torch.device("cpu"):  # the generator is on the CPU
-            return super().__iter__(), at
+            return super().__iter__(), progress
 
     @property
     def _next_epoch(self) -> int:
@@ -288,7 +290,7 @@ class ResumableLoader(DataLoader[Any]):
 
     @property
     def _seed(self) -> int | None:
-        """The seed, which decides the order together with the epoch; None if a given sampler decides it."""
+        """The seed, which decides the order together with the epoch; None if a sampler of the user decides it."""
         return self.sampler.seed if isinstance(self.sampler, EpochSampler) and self.sampler.shuffle else None
 
     @property
@@ -299,10 +301,10 @@ class ResumableLoader(DataLoader[Any]):
         self, state: Mapping[str, Any], samples: int, ranks: int, batch_samples: int, dataset_samples: int
     ) -> Iterator[str]:
         """The differences from the run in which the state was taken."""
-        here = len(self.dataset)  # type: ignore[arg-type]
-        if here != dataset_samples:
+        present = len(self.dataset)  # type: ignore[arg-type]
+        if present != dataset_samples:
             yield (
-                f"the dataset had {dataset_samples:,} samples when this was saved and has {here:,} now: their "
+                f"the dataset had {dataset_samples:,} samples when this was saved and has {present:,} now: their "
                 "order is different"
             )
         if samples and batch_samples != self._samples:
@@ -317,11 +319,11 @@ class ResumableLoader(DataLoader[Any]):
             )
         if ranks == self._world_size:
             return
-        if samples % self._world_size and samples < here:
-            rest = self._world_size - samples % self._world_size
+        if samples % self._world_size and samples < present:
+            skipped = self._world_size - samples % self._world_size
             yield (
                 f"{samples:,} samples of the epoch were used, which {self._world_size} ranks cannot divide evenly; "
-                f"{rest} more are skipped"
+                f"{skipped} more are skipped"
             )
         if state.get("sampler") is not None or state.get("random") is not None:
             yield (

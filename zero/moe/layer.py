@@ -63,15 +63,15 @@ class TopKGate(nn.Module):
     def forward(self, tokens: Tensor, used_token: Tensor | None = None) -> Routing:
         """`tokens`: (tokens, model_dim); `used_token`: the tokens to use (only with k = 1)."""
         noise = self.noisy_gate_policy if self.training else None
-        given = tokens.float()
+        inputs = tokens.float()
         if noise == "Jitter":
-            given = given * torch.empty_like(given).uniform_(1 - JITTER, 1 + JITTER)
-        logits, room = F.linear(given, self.wg.weight.float()), self._capacities[self.training]
+            inputs = inputs * torch.empty_like(inputs).uniform_(1 - JITTER, 1 + JITTER)
+        logits, capacity = F.linear(inputs, self.wg.weight.float()), self._capacities[self.training]
         if self.k == 1:
-            return top1(logits, room, used=used_token, noisy=noise == "RSample", at_random=self.use_rts)
+            return top1(logits, capacity, used=used_token, noisy=noise == "RSample", at_random=self.use_rts)
         if self.k == 2:
-            return top2(logits, room, samples_second=self._sample_second)
-        return topk(logits, self.k, room)
+            return top2(logits, capacity, samples_second=self._sample_second)
+        return topk(logits, self.k, capacity)
 
 
 class Experts(nn.Module):
@@ -104,10 +104,10 @@ class MOELayer(nn.Module):
         out = torch.zeros_like(tokens, dtype=torch.promote_types(tokens.dtype, routing.weights.dtype))
         for number, expert in enumerate(self.experts.deepspeed_experts):
             rows, choice = torch.where((routing.experts == number) & routing.has_capacity)
-            answer = expert(tokens[rows])
-            if isinstance(answer, tuple):
-                answer = answer[0]  # the other item is a bias, which is not added
-            out.index_add_(0, rows, answer.to(out.dtype) * routing.weights[rows, choice].unsqueeze(1))
+            result = expert(tokens[rows])
+            if isinstance(result, tuple):
+                result = result[0]  # the other item is a bias, which is not added
+            out.index_add_(0, rows, result.to(out.dtype) * routing.weights[rows, choice].unsqueeze(1))
         return out.to(tokens.dtype).view(x.shape)
 
 
@@ -168,8 +168,16 @@ class MoE(nn.Module):
         self.num_experts = self.num_local_experts = num_experts
         self.ep_size, self.use_residual, self.expert_group_name = ep_size, use_residual, f"ep_size_{ep_size}"
         gate = TopKGate(
-            *(hidden_size, num_experts, k, capacity_factor, eval_capacity_factor, min_capacity, noisy_gate_policy),
-            *(drop_tokens, use_rts, None, top2_2nd_expert_sampling),
+            hidden_size,
+            num_experts,
+            k,
+            capacity_factor,
+            eval_capacity_factor,
+            min_capacity,
+            noisy_gate_policy,
+            drop_tokens,
+            use_rts,
+            top2_2nd_expert_sampling=top2_2nd_expert_sampling,
         )
         self.deepspeed_moe = MOELayer(gate, Experts(expert, num_experts, self.expert_group_name))
         if use_residual:
@@ -185,8 +193,8 @@ class MoE(nn.Module):
         """
         output = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:
-            plain = self.mlp(hidden_states)
-            plain = plain[0] if isinstance(plain, tuple) else plain
+            residual = self.mlp(hidden_states)
+            residual = residual[0] if isinstance(residual, tuple) else residual
             share = F.softmax(self.coefficient(hidden_states), dim=-1)
-            output = output * share[..., 0:1] + plain * share[..., 1:]
+            output = output * share[..., 0:1] + residual * share[..., 1:]
         return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts

@@ -1,8 +1,8 @@
-"""State of an engine besides its planes: counters, hyper-parameters, random states, the position in the data.
+"""State of an engine besides its tiered arrays: counters, hyper-parameters, random states, the position in the data.
 
 [Note: three parts] The state that is common to all ranks; the state of each rank; and objects of users and schedulers,
-which may be any picklable objects. The first two consist of types that torch.load(weights_only=True) accepts: what is
-any object in a rank's state is packed. Objects that torch's weights-only loader refuses are made only where a user
+which may be any picklable objects. The first two consist of types that torch.load(weights_only=True) accepts: other
+objects in a rank's state are packed. Objects that torch's weights-only loader refuses are made only where a user
 allows it (`checkpoint.allow_pickle`).
 """
 
@@ -58,11 +58,12 @@ def common_state(engine: Run) -> dict[str, Any]:
 def rank_state(engine: Run, accumulated: dict[str, Any] | None) -> dict[str, Any]:
     """The part of one rank: random states, the position in its data, and its gradients of an incomplete step."""
     loader: Any = engine.training_dataloader
-    logits, own = engine.attention_logits, {}
+    logits, scheduler_state = engine.attention_logits, {}
     if engine.parts.collectives.is_pipeline_stage:
-        own["lr_scheduler"] = [leaf.names[0] for leaf in engine.parts.leaves], pack_any(_scheduler_state(engine))
+        names = [leaf.names[0] for leaf in engine.parts.leaves]
+        scheduler_state["lr_scheduler"] = names, pack_any(_scheduler_state(engine))
     return {
-        **own,
+        **scheduler_state,
         "rng": random_state(engine.device),
         "named": get_cuda_rng_tracker().get_states(),
         "data": pack_any(loader.state_dict() if hasattr(loader, "state_dict") else None),
@@ -88,11 +89,12 @@ def _scheduler_state(engine: Run) -> Any:
 def restore_counters(engine: Run, state: Mapping[str, Any]) -> None:
     """An incomplete step continues where it was, also if its gradients had been discarded (`zero_grad`)."""
     engine.global_steps, engine.micro_steps = int(state["global_steps"]), int(state["micro_steps"])
-    began, collects = engine.micro_steps, state.get("accumulating") is not None
-    if collects:  # checkpoints from before `step_began` existed: there every step had the same number of micro-batches
+    began, is_accumulating = engine.micro_steps, state.get("accumulating") is not None
+    # For checkpoints from before `step_began` existed: there every step had the same number of micro-batches.
+    if is_accumulating:
         began -= engine.micro_steps % int(state["config"]["gradient_accumulation_steps"])
     engine.step_began = int(state.get("step_began", began))
-    engine.collecting_began = engine.step_began if collects else engine.micro_steps
+    engine.collecting_began = engine.step_began if is_accumulating else engine.micro_steps
     engine.global_samples = int(state.get("global_samples", 0))
     engine.skipped_steps = int(state.get("skipped_steps", 0))
     if state.get("forwards") is not None and hasattr(engine.module, "micro_offset"):
@@ -108,14 +110,14 @@ def restore_rank(engine: Run, state: Mapping[str, Any], position: Any, *, own: b
     """Restore random states and the position in the data. Raises ConfigError: the loader does not take the position.
 
     `engine`: its `training_dataloader` gets the position. `position`: see `data_position`. `own`: `state` is of this
-    rank; False: only the position is taken.
+    rank; False: only the position is restored.
     """
     if own:
         with report_read_errors("the random states of a rank"):
             restore_random_state(state["rng"], engine.device)
-        named, nbytes = get_cuda_rng_tracker(), rng_state(compute_device()).numel()
-        fitting = {name: kept for name, kept in state.get("named", {}).items() if kept.numel() == nbytes}
-        named.set_states({**named.get_states(), **fitting})  # states of another kind of device cannot go on here
+        tracker, nbytes = get_cuda_rng_tracker(), rng_state(compute_device()).numel()
+        fitting = {name: saved for name, saved in state.get("named", {}).items() if saved.numel() == nbytes}
+        tracker.set_states({**tracker.get_states(), **fitting})  # states of another kind of device cannot go on here
     if engine.attention_logits is not None:
         engine.attention_logits.load_state_dict(state.get("attention_logits", {}) if own else {})
     loader: Any = engine.training_dataloader
@@ -145,16 +147,19 @@ def check_groups(
     """
     live = [[p for p in group["params"] if id(p) in name_of] for group in optimizer.param_groups]
     frozen = {name_of[id(p)] for group in live for p in group if not p.requires_grad}  # DeepSpeed saves none
-    mine = [[name_of[id(p)] for p in group if p.requires_grad] for group in live]
-    theirs = [[name for name in group["params"] if name not in frozen] for group in saved]
-    if [set(names) for names in mine] == [set(names) for names in theirs]:
+    live_names = [[name_of[id(p)] for p in group if p.requires_grad] for group in live]
+    saved_names = [[name for name in group["params"] if name not in frozen] for group in saved]
+    if [set(names) for names in live_names] == [set(names) for names in saved_names]:
         check_flags(optimizer, saved, what, where)
         return
     fix = "make the same groups" + ", or pass load_optimizer_states=False" * (what == "load_checkpoint")
-    if len(mine) != len(theirs):
-        raise ConfigError(f"{what}: expected {len(theirs)} param groups as in {where}, got {len(mine)}; {fix}")
-    for number, (here, there) in enumerate(zip(mine, theirs, strict=True)):
-        more, less = sorted(set(here) - set(there)), sorted(set(there) - set(here))
+    if len(live_names) != len(saved_names):
+        raise ConfigError(
+            f"{what}: expected {len(saved_names)} param groups as in {where}, got {len(live_names)}; {fix}"
+        )
+    for number, pair in enumerate(zip(live_names, saved_names, strict=True)):
+        here, there = set(pair[0]), set(pair[1])
+        more, less = sorted(here - there), sorted(there - here)
         if more or less:
             raise ConfigError(
                 f"{what}: param group {number} of the optimizer differs from {where}: only the optimizer has "
@@ -162,7 +167,7 @@ def check_groups(
             )
 
 
-# Whether they are set decides which states exist, or which rule is used. If that differs, the live values are kept.
+# Whether they are set decides which states exist, or which rule is used. If that differs, the live values stay.
 STRUCTURAL_OPTIONS = ("momentum", "centered", "amsgrad", "decoupled")
 
 
@@ -171,9 +176,9 @@ def restore_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]]) -> Non
     for group, options in zip(optimizer.param_groups, saved, strict=True):
         for key, value in options.items():
             live = group.get(key)
-            named = isinstance(value, str) and not (live is None or isinstance(live, str))  # once saved by its repr
-            shapes = key in STRUCTURAL_OPTIONS and bool(value) != bool(live)
-            if key != "params" and not named and not shapes:
+            is_repr = isinstance(value, str) and not (live is None or isinstance(live, str))  # once saved by its repr
+            is_structural = key in STRUCTURAL_OPTIONS and bool(value) != bool(live)
+            if key != "params" and not is_repr and not is_structural:
                 group[key] = tuple(value) if isinstance(live, tuple) else value
 
 
@@ -200,8 +205,8 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
     """The inverse of `random_state`."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
+    kind, keys, *gauss_state = state["numpy"]
+    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *gauss_state))
     torch.set_rng_state(state["torch"])
     if is_accelerator(device) and "device" in state:
         set_rng_state(state["device"], device)
@@ -211,7 +216,7 @@ def param_groups_state(optimizer: ZeroOptimizer, name_of: Mapping[int, str]) -> 
     """The param groups, with the names of their parameters. `name_of`: id(parameter) -> its first name."""
     return [
         {
-            # Options of other types are not saved: a load keeps the values of the live group.
+            # Options of other types are not saved: a load leaves those of the live group.
             **{key: _to_plain(value) for key, value in group.items() if key != "params" and _is_plain(value)},
             "params": [name_of[id(p)] for p in group["params"] if id(p) in name_of],
         }

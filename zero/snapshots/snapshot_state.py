@@ -1,4 +1,4 @@
-"""State of a run besides its planes: counters, hyper-parameters, random states, buffers. Small, and for one rank."""
+"""State of a run besides its tiered arrays: counters, hyper-parameters, random states, buffers; of one rank."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def capture_state(run: Run, norm: float | None) -> Callable[[], bytes]:
         state["extra_states"] = extra
     archive = make_archive(state)
 
-    def with_small() -> bytes:
+    def make_bytes() -> bytes:
         small = run.parts.small_states(names)
         return make_archive({OTHER_STATE: bytes_tensor(archive), SMALL: small}) if small else archive
 
-    return with_small
+    return make_bytes
 
 
 def check_state(run: Run, data: bytes) -> None:
-    """Raise ConfigError if the param groups are not the ones that `capture_state` has saved, or an object is not loaded."""
+    """Raise ConfigError if the param groups are not those that `capture_state` has saved, or an object is refused."""
     state = _read_state(data)[0]
     if run.updater is not None:
         check_groups(run.updater, state["groups"], run.parts.names, "load_snapshot", "the snapshot")

@@ -76,15 +76,26 @@ class Snapshots:
     """
 
     def __init__(
-        self, files: SnapshotFiles, every: int, exchange: Collectives, facts: dict[str, Any], previous: Manifest | None
+        self,
+        files: SnapshotFiles,
+        every: int,
+        collectives: Collectives,
+        facts: dict[str, Any],
+        previous: Manifest | None,
     ) -> None:
-        self._files, self._every, self._exchange, self._facts, self._previous = files, every, exchange, facts, previous
+        self._files = files
+        self._every = every
+        self._collectives = collectives
+        self._facts = facts
+        self._previous = previous
         self._number = 0 if previous is None else previous.number
         self._storage: Storage | None = None
         self.has_unloaded = previous is not None
         self.pending: PendingSnapshot | None = None
         self.committed_step: int | None = None if previous is None else int(previous.body["step"])
-        self._is_overdue, self._is_frozen, self._in_step_left = False, False, 0
+        self._is_overdue = False
+        self._is_frozen = False
+        self._in_step_left = 0  # So many of the next snapshots are committed inside their step.
         self._is_damaged = False  # The last load could not read the snapshot.
         self._has_unsynced_writes = False  # The last sync has failed.
         self.seconds = 0.0  # Spent on snapshots so far, on the training thread.
@@ -98,8 +109,8 @@ class Snapshots:
         """Take the new, empty storage. If there is an earlier snapshot, its slots are only read from here on."""
         self._storage = storage
         if self._previous is not None:
-            for plane, slots in zip(storage.snapshot_arrays, self._previous.body["slots"], strict=True):
-                plane.set_committed_slots(slots)
+            for array, slots in zip(storage.snapshot_arrays, self._previous.body["slots"], strict=True):
+                array.set_committed_slots(slots)
 
     def close(self) -> None:
         """Close the files, if no storage was made that does so."""
@@ -125,10 +136,10 @@ class Snapshots:
     def write_persistent(self) -> None:
         """Write the values that are always on the device, while they still are the step's. Raises StorageError."""
         if self.pending is not None and not self.pending.is_persistent_written:
-            began = time.perf_counter()
+            start = time.perf_counter()
             self._write_through(persistent=True)
             self.pending.is_persistent_written = True
-            self.seconds += time.perf_counter() - began
+            self.seconds += time.perf_counter() - start
 
     def commit(self) -> None:
         """Commit the pending snapshot, if there is one. All updates of its step must be stored.
@@ -139,7 +150,7 @@ class Snapshots:
         pending = self.pending
         if pending is None:
             return
-        began, failure = time.perf_counter(), None
+        start, failure = time.perf_counter(), None
         try:
             if not pending.is_void:
                 self._prepare(pending)
@@ -148,22 +159,22 @@ class Snapshots:
         if self._agree_on("snapshot written", failure, pending):
             self._freeze(True)  # from here on it may be committed; frozen until all ranks know that it is
             self._commit_on_first_rank(pending)
-        self.seconds += time.perf_counter() - began
+        self.seconds += time.perf_counter() - start
 
     def _prepare(self, pending: PendingSnapshot) -> None:
         """Put everything that the manifest names, and the manifest, on stable storage."""
         storage = self._attached_storage
-        if storage.disk is None or any(plane.has_failed_writes for plane in storage.snapshot_arrays):
+        if storage.disk is None or any(array.has_failed_writes for array in storage.snapshot_arrays):
             raise StateError("snapshot: some values are not on the disk yet")
         self.write_persistent()
         if not pending.is_memory_written:
             self._write_through(persistent=False)
             pending.is_memory_written = True
-        for plane in storage.snapshot_arrays:
-            storage.io_loop.run("checksums of a snapshot", plane.complete_checksums())
+        for array in storage.snapshot_arrays:
+            storage.io_loop.run("checksums of a snapshot", array.complete_checksums())
         if self._has_unsynced_writes:
-            for plane in storage.snapshot_arrays:
-                storage.io_loop.run("writing a snapshot again", plane.repeat_writes())
+            for array in storage.snapshot_arrays:
+                storage.io_loop.run("writing a snapshot again", array.repeat_writes())
         self._has_unsynced_writes = True  # if the sync fails, the next one says nothing about the writes before it
         storage.io_loop.run("putting a snapshot on stable storage", storage.disk.sync())
         self._has_unsynced_writes = False
@@ -173,18 +184,20 @@ class Snapshots:
             "facts": self._facts,
             "folders": [str(folder) for folder in self._files.folders],
             "stripes": [list(geometry.counts), geometry.stripe_bytes],
-            "slots": [plane.slots for plane in storage.snapshot_arrays],
-            "block_checksums": [plane.checksums for plane in storage.snapshot_arrays],
+            "slots": [array.slots for array in storage.snapshot_arrays],
+            "block_checksums": [array.checksums for array in storage.snapshot_arrays],
         }
         self._files.write_manifest(self._number + 1, body, pending.state())
 
     def _agree_on(self, what: str, failure: StorageError | None, pending: PendingSnapshot) -> bool:
-        """Meet the other ranks. Returns False if the snapshot is void on some rank.
+        """Wait for the other ranks. Returns False if the snapshot is void on some rank.
 
         Raises StorageError: this rank's failure; StateError: another rank's.
         """
-        mine = {"step": pending.step, "void": pending.is_void, "error": None if failure is None else str(failure)}
-        answers = [json.loads(answer) for answer in self._exchange.all_gather_bytes(what, json.dumps(mine).encode())]
+        report = {"step": pending.step, "void": pending.is_void, "error": None if failure is None else str(failure)}
+        answers = [
+            json.loads(answer) for answer in self._collectives.all_gather_bytes(what, json.dumps(report).encode())
+        ]
         if any(answer["void"] for answer in answers):
             self.pending, self._is_overdue, self._in_step_left = None, True, IN_STEP_SNAPSHOTS
             logger.info(
@@ -195,31 +208,31 @@ class Snapshots:
             return False
         if failure is not None:
             raise failure
-        told = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if answer["error"]]
-        if told:
+        failures = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if answer["error"]]
+        if failures:
             raise StateError(
-                f"snapshot of step {pending.step}: {'; '.join(told)}. The previous snapshot is still valid"
+                f"snapshot of step {pending.step}: {'; '.join(failures)}. The previous snapshot is still valid"
             )
         return True
 
     def _freeze(self, frozen: bool) -> None:
         self._is_frozen = frozen
-        for plane in self._attached_storage.snapshot_arrays:
-            plane.is_frozen = frozen
+        for array in self._attached_storage.snapshot_arrays:
+            array.is_frozen = frozen
 
     def _commit_on_first_rank(self, pending: PendingSnapshot) -> None:
         """The first rank commits. Once all ranks know, the slots of the previous snapshot are free."""
         failure = None
-        if self._exchange.placement.rank == 0:
+        if self._collectives.placement.rank == 0:
             try:
                 self._files.commit(
-                    {"number": self._number + 1, "step": pending.step, "ranks": self._exchange.placement.world_size}
+                    {"number": self._number + 1, "step": pending.step, "ranks": self._collectives.placement.world_size}
                 )
             except StorageError as error:
                 failure = error
         self._agree_on("snapshot committed", failure, pending)
-        for plane in self._attached_storage.snapshot_arrays:
-            plane.commit_slots()
+        for array in self._attached_storage.snapshot_arrays:
+            array.commit_slots()
         self._freeze(False)
         self._number += 1
         self.committed_step, self.pending, self._is_overdue = pending.step, None, False
@@ -229,28 +242,28 @@ class Snapshots:
     def _write_through(self, *, persistent: bool) -> None:
         storage = self._attached_storage
         spaces = storage.layout.spaces
-        for number, plane in enumerate(storage.snapshot_arrays):
-            # `twice` begins with the weights, one plane for each space; the planes of states are not split by unit.
+        for number, array in enumerate(storage.snapshot_arrays):
+            # `snapshot_arrays` begins with the weights, one array for each address space. States are not split by unit.
             space = spaces[number] if number < len(spaces) else None
             pairs = []
             if space is not None:
                 for unit in space.units:
                     if unit.persistent == persistent:
-                        pairs += plane.pairs_in_memory(unit.begin, unit.end)
+                        pairs += array.pairs_in_memory(unit.begin, unit.end)
             elif not persistent:
-                pairs = plane.pairs_in_memory(0, plane.numel)
+                pairs = array.pairs_in_memory(0, array.numel)
             if pairs:
-                seldom = space is not None and not space.trainable
-                job = plane.write_through(pairs, storage.host_pool, seldom_changes=seldom)
+                changes_seldom = space is not None and not space.trainable
+                job = array.write_through(pairs, storage.host_pool, seldom_changes=changes_seldom)
                 storage.io_loop.run("writing a snapshot of what is in memory", job)
 
     def load(self, check: Callable[[bytes], None]) -> bytes | None:
-        """Restore the planes from the last snapshot; returns the state saved with it. None: there is no snapshot.
+        """Restore the tiered arrays from the last snapshot; returns the state saved with it. None: there is none.
 
         The engine must be at rest; all ranks call this. Afterwards the caller has to fetch weights again that other
-        ranks or devices hold. `check` is called with the saved state before any value changes. Raises StorageError:
-        something cannot be read, or is damaged; the planes hold no usable values then. Raises ConfigError: the same on
-        another rank.
+        ranks or devices have. `check` is called with the saved state before any value changes. Raises StorageError:
+        something cannot be read, or is damaged; the tiered arrays have no usable values then. Raises ConfigError: the
+        same on another rank.
         """
         if self._is_frozen:
             self.commit()
@@ -274,7 +287,7 @@ class Snapshots:
                 ) from error
 
         self._is_damaged = True
-        SnapshotConsensus(self._exchange).run_on_all("snapshot read", read)
+        SnapshotConsensus(self._collectives).run_on_all("snapshot read", read)
         self.has_unloaded = self._is_damaged = False
         return manifest.state
 
@@ -284,11 +297,11 @@ class Snapshots:
             self.has_unloaded = self._is_damaged = False
 
     def _restore_arrays(self, storage: Storage, manifest: Manifest) -> None:
-        """Restore the planes from the slots that the manifest names. Raises StorageError."""
-        for plane, checksums in zip(storage.snapshot_arrays, manifest.body["block_checksums"], strict=True):
-            whose = partial(_describe_range, _space_of(storage, plane))
+        """Restore the tiered arrays from the slots that the manifest names. Raises StorageError."""
+        for array, checksums in zip(storage.snapshot_arrays, manifest.body["block_checksums"], strict=True):
+            describe = partial(_describe_range, _space_of(storage, array))
             storage.io_loop.run(
-                "going back to a snapshot", plane.restore_committed(storage.host_pool, checksums, whose)
+                "going back to a snapshot", array.restore_committed(storage.host_pool, checksums, describe)
             )
 
     def check_loaded(self) -> None:
@@ -307,13 +320,13 @@ class Snapshots:
         return self._storage
 
 
-def _space_of(storage: Storage, plane: TwoSlotArray) -> AddressSpace:
+def _space_of(storage: Storage, array: TwoSlotArray) -> AddressSpace:
     pairs = zip(storage.layout.spaces, storage.weights, storage.state_arrays, strict=True)
-    return next(space for space, weights, records in pairs if plane in (weights, records))
+    return next(space for space, weights, states in pairs if array in (weights, states))
 
 
 def _describe_range(space: AddressSpace, begin: int, end: int) -> str:
-    """The parameters in [begin, end) of the space, for error messages."""
+    """The parameters in [begin, end) of the address space, for error messages."""
     slots = [(unit, slot) for unit in space.units_between(begin, end) for slot in unit.slots]
     spans = [(slot.name, *unit.shard_range(slot)) for unit, slot in slots]
     names = [name for name, lo, hi in spans if lo < end and begin < hi]
@@ -321,32 +334,32 @@ def _describe_range(space: AddressSpace, begin: int, end: int) -> str:
     return f" ({', '.join(names[:NAMES_MAX])}{more})" if names else " (padding)"
 
 
-def open_snapshots(config: Config, layout: Layout, plan: Plan, exchange: Collectives) -> Snapshots | None:
-    """The snapshots that a configuration asks for; None: none. All ranks call this before their storage is made.
+def open_snapshots(config: Config, layout: Layout, plan: Plan, collectives: Collectives) -> Snapshots | None:
+    """The snapshots that a configuration requests; None: none. All ranks call this before their storage is made.
 
     Raises ConfigError: the folder cannot be used, another job uses it, or it holds a snapshot of another layout;
     StorageError: an existing snapshot cannot be read.
     """
-    wish = config.zero_optimization.offload_optimizer.snapshot
-    if not plan.snapshots or wish is None:
+    settings = config.zero_optimization.offload_optimizer.snapshot
+    if not plan.snapshots or settings is None:
         return None
-    together, rank, name = SnapshotConsensus(exchange), exchange.placement.rank, wish.name
+    consensus, rank, name = SnapshotConsensus(collectives), collectives.placement.rank, settings.name
     with ExitStack() as undo:
 
-        def look() -> tuple[SnapshotFiles, dict[str, Any] | None]:
-            files = SnapshotFiles(create_swap_paths(config), name, rank, shared=wish.shared_folder)
+        def open_files() -> tuple[SnapshotFiles, dict[str, Any] | None]:
+            files = SnapshotFiles(create_swap_paths(config), name, rank, shared=settings.shared_folder)
             undo.callback(_close_files, files)
             return files, files.committed_head if rank == 0 else None
 
-        files, mine = together.run_on_all("snapshot files", look)
-        head = json.loads(together.all_gather_results("snapshot found", json.dumps(mine).encode())[0])
-        facts = facts_of(layout, plan, exchange)
-        found = together.run_on_all(
-            "snapshot fits", lambda: report_read_errors(files.root)(_previous_manifest)(files, head, facts, exchange)
+        files, local_head = consensus.run_on_all("snapshot files", open_files)
+        head = json.loads(consensus.all_gather_results("snapshot found", json.dumps(local_head).encode())[0])
+        facts = facts_of(layout, plan, collectives)
+        manifest = consensus.run_on_all(
+            "snapshot fits", lambda: report_read_errors(files.root)(_previous_manifest)(files, head, facts, collectives)
         )
         undo.pop_all()
-    files.has_commit = found is not None
-    return Snapshots(files, wish.every, exchange, facts, found)
+    files.has_commit = manifest is not None
+    return Snapshots(files, settings.every, collectives, facts, manifest)
 
 
 def _close_files(files: SnapshotFiles) -> None:
@@ -356,34 +369,36 @@ def _close_files(files: SnapshotFiles) -> None:
 
 
 def _previous_manifest(
-    files: SnapshotFiles, head: dict[str, Any] | None, facts: dict[str, Any], exchange: Collectives
+    files: SnapshotFiles, head: dict[str, Any] | None, facts: dict[str, Any], collectives: Collectives
 ) -> Manifest | None:
     """This rank's manifest of the committed snapshot. Raises ConfigError: a rank has none, or one of another layout."""
     if head is None:
         return None
     where = f"offload_optimizer.snapshot: {files.name!r} (step {head['step']}) in {files.root}"
-    mend = (
+    fix = (
         "use the model, configuration and ranks that it was made with, remove it (zero snapshots rm), or set "
         "another snapshot.name"
     )
-    if head["ranks"] != exchange.placement.world_size:
+    if head["ranks"] != collectives.placement.world_size:
         raise ConfigError(
-            f"{where} was made by {head['ranks']} ranks, and there are {exchange.placement.world_size} now; {mend}"
+            f"{where} was made by {head['ranks']} ranks, and there are {collectives.placement.world_size} now; {fix}"
         )
     manifest = files.manifest(head["number"])
     if manifest is None:
-        raise ConfigError(f"{where}: rank {files.rank} does not find its part in {files.folders[0]}; {mend}")
-    theirs = manifest.body["facts"]
-    keys = {**theirs, **facts}  # some facts are only there if they differ from the default
-    differ = [
-        f"{key}: {theirs.get(key)} then, {facts.get(key)} now" for key in keys if theirs.get(key) != facts.get(key)
+        raise ConfigError(f"{where}: rank {files.rank} does not find its part in {files.folders[0]}; {fix}")
+    saved_facts = manifest.body["facts"]
+    keys = {**saved_facts, **facts}  # some facts are only there if they differ from the default
+    differences = [
+        f"{key}: {saved_facts.get(key)} then, {facts.get(key)} now"
+        for key in keys
+        if saved_facts.get(key) != facts.get(key)
     ]
-    if differ:
-        raise ConfigError(f"{where} has another layout ({'; '.join(differ)}); {mend}")
+    if differences:
+        raise ConfigError(f"{where} has another layout ({'; '.join(differences)}); {fix}")
     return manifest
 
 
-def facts_of(layout: Layout, plan: Plan, exchange: Collectives) -> dict[str, Any]:
+def facts_of(layout: Layout, plan: Plan, collectives: Collectives) -> dict[str, Any]:
     """The facts that must be equal for the bytes of a snapshot to have the same meaning."""
     units = [
         [u.name, str(u.dtype), u.trainable, u.numel, u.shard_numel, u.begin]
@@ -392,8 +407,8 @@ def facts_of(layout: Layout, plan: Plan, exchange: Collectives) -> dict[str, Any
     ]
     groups = [[group.space, group.begin, group.end] for group in plan.sub_groups]
     return {
-        "ranks": exchange.placement.world_size,
-        "ranks of a shard group": exchange.placement.shard_size,
+        "ranks": collectives.placement.world_size,
+        "ranks of a shard group": collectives.placement.shard_size,
         "parameters": sum(len(unit.slots) for unit in layout.units),
         "elements": layout.numel,
         "trained elements": sum(unit.numel for unit in layout.units if unit.trainable),
