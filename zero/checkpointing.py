@@ -104,7 +104,7 @@ def configure(
     if deepspeed_config is not None:
         # `initialize` judges the other keys.
         block = load_config(deepspeed_config, unknown_top_level="warn").activation_checkpointing
-    given = {
+    overrides = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,
         "number_checkpoints": num_checkpoints,
@@ -112,7 +112,7 @@ def configure(
         "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    _change_settings(block, {key: value for key, value in given.items() if value is not None})
+    _change_settings(block, {key: value for key, value in overrides.items() if value is not None})
 
 
 def is_configured() -> bool:
@@ -158,7 +158,7 @@ def set_num_layers(nlayers: int | None) -> None:
 
 
 def reset() -> None:
-    """Release memory that holds no saved input, for example between training and evaluation."""
+    """Free memory that holds no saved input, for example between training and evaluation."""
     scopes = [*_state.own_stores.values(), current_activations(), _state.engine()]
     for scope in scopes:
         if scope is not None and scope.store is not None:
@@ -166,13 +166,15 @@ def reset() -> None:
 
 
 def use_engine_activations(activations: Activations, *, configured: bool) -> None:
-    """An engine was made; its store is also used by checkpoints outside of its forward.
+    """Let checkpoints outside of the forward of a new engine use its store too.
 
     Args:
         activations: the engine's `Activations`.
-        configured: its configuration has its own block, which replaces the settings of an earlier `configure`.
+        configured: the engine's configuration has its own block, which replaces the settings of an earlier `configure`.
     """
-    _state.block, _state.is_configured = None if configured else _state.block, True
+    if configured:
+        _state.block = None
+    _state.is_configured = True
     _state.engine = weakref.ref(activations)
 
 
@@ -190,10 +192,8 @@ def _change_settings(block: ActivationCheckpointing, changes: dict[str, Any]) ->
     changed = {**block.model_dump(exclude_none=True), **changes}
     if changed.get("activation_device") == "none":
         changed["activation_offloading"] = False
-    _state.block, _state.is_configured = (
-        load_config({"activation_checkpointing": changed}).activation_checkpointing,
-        True,
-    )
+    _state.block = load_config({"activation_checkpointing": changed}).activation_checkpointing
+    _state.is_configured = True
     if _state.block.partition_activations:
         logger.info("partition_activations: no effect, because there is only one model-parallel rank")
 
@@ -202,13 +202,13 @@ def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     settings = _settings()
-    everything = (*args, *kwargs.values())
-    scope = _scope(settings, everything)
+    values = (*args, *kwargs.values())
+    scope = _scope(settings, values)
     region = _Region(function, len(args), tuple(kwargs), settings, scope)
     if scope is None:
-        return torch_checkpoint(region, *everything, use_reentrant=reentrant)
+        return torch_checkpoint(region, *values, use_reentrant=reentrant)
     with scope.offload_saved_tensors():
-        return torch_checkpoint(region, *everything, use_reentrant=reentrant)
+        return torch_checkpoint(region, *values, use_reentrant=reentrant)
 
 
 def _scope(settings: ActivationCheckpointing, args: tuple[Any, ...]) -> Activations | None:
@@ -243,8 +243,8 @@ class _Region:
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
-        positional, rest = args[: self.positional], args[self.positional :]
-        kwargs = dict(zip(self.keywords, rest, strict=True))
+        positional, keyword_values = args[: self.positional], args[self.positional :]
+        kwargs = dict(zip(self.keywords, keyword_values, strict=True))
         if self.states is None:
             self.states = get_cuda_rng_tracker().get_states()
             with self._log_time("forward"):

@@ -35,27 +35,29 @@ ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """Torch's counter knows only the attention operations of GPUs."""
 
 
-def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *rest: Any, **more: Any) -> int:
+def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *more: Any, **options: Any) -> int:
     """Operations of two batched products, from the shapes. Causal attention is not halved, as in torch's own counts."""
     batch, heads, rows, width = query
     return 2 * batch * heads * rows * key[-2] * (width + value[-1])
 
 
-def _vector_flops(matrix: Sequence[int], vector: Sequence[int], *rest: Any, **more: Any) -> int:
+def _vector_flops(matrix: Sequence[int], vector: Sequence[int], *more: Any, **options: Any) -> int:
     """Operations of the product of a matrix, or a vector, with a vector, from the shapes."""
     return 2 * math.prod(matrix)
 
 
-def _added_vector_flops(added: Sequence[int], matrix: Sequence[int], *rest: Any, **more: Any) -> int:
-    return _vector_flops(matrix, *rest)
+def _added_vector_flops(added: Sequence[int], matrix: Sequence[int], *more: Any, **options: Any) -> int:
+    return _vector_flops(matrix, *more)
 
 
-def _grouped_flops(left: Sequence[int], right: Sequence[int], *rest: Any, **more: Any) -> int:
+def _grouped_flops(left: Sequence[int], right: Sequence[int], *more: Any, **options: Any) -> int:
     """Operations of products of groups: whichever dimension is grouped, each element meets a row of its group."""
     return 2 * math.prod(left) * right[-1]
 
 
-def _added_batch_flops(added: Sequence[int], left: Sequence[int], right: Sequence[int], *rest: Any, **more: Any) -> int:
+def _added_batch_flops(
+    added: Sequence[int], left: Sequence[int], right: Sequence[int], *more: Any, **options: Any
+) -> int:
     return _grouped_flops(left, right)
 
 
@@ -102,13 +104,14 @@ class Profile:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Count and time the model's work inside the block."""
-        seconds, begun = defaultdict[nn.Module, float](float), dict[nn.Module, float]()
+        seconds = defaultdict[nn.Module, float](float)
+        begin_times: dict[nn.Module, float] = {}
 
         def begin(module: nn.Module, inputs: Any) -> None:
-            begun[module] = _now()
+            begin_times[module] = _now()
 
         def end(module: nn.Module, inputs: Any, output: Any) -> None:
-            seconds[module] += _now() - begun.pop(module, _now())
+            seconds[module] += _now() - begin_times.pop(module, _now())
 
         # First of all hooks: the engine's wait for a module's weights is a part of its time.
         handles = [module.register_forward_pre_hook(begin, prepend=True) for module in self.model.modules()]
@@ -116,16 +119,18 @@ class Profile:
         counter = FlopCounterMode(display=False, custom_mapping=EXTRA_FORMULAS)
         tracker: Any = counter.mod_tracker
         tracker._get_mod_name(self.model)  # torch names all others after the first that it meets
-        fast, began = _mha.get_fastpath_enabled(), _now()
-        _mha.set_fastpath_enabled(False)  # one operation in which torch would not see the products
+        had_fast_path, start = _mha.get_fastpath_enabled(), _now()
+        # The fast path is one operation, in which torch would not see the products.
+        _mha.set_fastpath_enabled(False)
         try:
             with counter:
                 yield
         finally:
-            _mha.set_fastpath_enabled(fast)
+            _mha.set_fastpath_enabled(had_fast_path)
             for handle in handles:
                 handle.remove()
-        seconds.setdefault(self.model, _now() - began)  # its forward has not run, but parts of it, as in `generate`
+        # If the model's own forward has not run, parts of it have, as in `generate`.
+        seconds.setdefault(self.model, _now() - start)
         self._add_modules(counter, seconds)
 
     def _add_modules(self, counter: FlopCounterMode, seconds: Mapping[nn.Module, float]) -> None:

@@ -65,8 +65,10 @@ class FlopsProfiler:
         self.profile, self.started = None, False
 
     def _total(self) -> ModuleProfile:
-        measured = self.profile is not None and self.profile.modules  # a rank that measures nothing has an empty one
-        return self.profile.total if self.profile is not None and measured else ModuleProfile("", "", 0, 0, 0.0)
+        # A rank that measures nothing has an empty profile.
+        if self.profile is None or not self.profile.modules:
+            return ModuleProfile("", "", 0, 0, 0.0)
+        return self.profile.total
 
     @property
     def flops(self) -> int:

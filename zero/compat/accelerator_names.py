@@ -82,8 +82,8 @@ class Accelerator:
         """Number of GPUs; on the CPU the node's number of ranks (LOCAL_SIZE, LOCAL_WORLD_SIZE), else 1."""
         if self._name != "cpu":
             return int(self._module.device_count())
-        said = [text for name in reversed(world.LOCAL_SIZES) if (text := os.environ.get(name, "")).isdecimal()]
-        return max(int(said[0]), 1) if said else 1
+        counts = [text for name in reversed(world.LOCAL_SIZES) if (text := os.environ.get(name, "")).isdecimal()]
+        return max(int(counts[0]), 1) if counts else 1
 
     def is_available(self) -> bool:
         """True, since only an available accelerator is chosen."""
@@ -175,8 +175,8 @@ class Accelerator:
         "memory_allocated", "Bytes of tensors on the device; on the CPU the process's resident bytes, here and below."
     )
     max_memory_allocated = _count("max_memory_allocated", "Most bytes of tensors so far.")
-    memory_reserved = memory_cached = _count("memory_reserved", "Bytes torch has taken.")
-    max_memory_reserved = max_memory_cached = _count("max_memory_reserved", "Most bytes torch has taken so far.")
+    memory_reserved = memory_cached = _count("memory_reserved", "Bytes torch has reserved.")
+    max_memory_reserved = max_memory_cached = _count("max_memory_reserved", "Most bytes torch has reserved so far.")
 
     def total_memory(self, device_index: Any = None) -> int:
         if self._name == "cpu":

@@ -60,9 +60,9 @@ def get_model_state_file(checkpoint_dir: Folder, zero_stage: int) -> str:
 
 def _files(checkpoint_dir: Folder, suffix: str) -> list[str]:
     folder = Path(checkpoint_dir)
-    found = sorted(map(str, folder.glob(f"*{suffix}")), key=_by_numbers)
-    if found:
-        return found
+    paths = sorted(map(str, folder.glob(f"*{suffix}")), key=_by_numbers)
+    if paths:
+        return paths
     if not (folder / MANIFEST_FILE).is_file():
         raise FileNotFoundError(
             f"{folder}: expected the folder of a checkpoint, got no *{suffix} and no {MANIFEST_FILE}"
@@ -111,7 +111,7 @@ def _clone(item: Any, device: torch.device, known: dict[Any, torch.Tensor]) -> A
     if isinstance(item, tuple):
         return tuple(_clone(value, device, known) for value in item)
     if isinstance(item, dict):
-        made: Any = type(item)()
-        made.update({key: _clone(value, device, known) for key, value in item.items()})
-        return made
+        copy: Any = type(item)()
+        copy.update({key: _clone(value, device, known) for key, value in item.items()})
+        return copy
     return item

@@ -97,7 +97,11 @@ class CommsLogger:
             rate, bus = _gbps(raw_name, msg_size, latency)
             logger.info(
                 "comm op: %s | time (ms): %.2f | msg size: %s | algbw (Gbps): %.2f | busbw (Gbps): %.2f",
-                *(record_name, latency, convert_size(msg_size), rate, bus),
+                record_name,
+                latency,
+                convert_size(msg_size),
+                rate,
+                bus,
             )
 
     def has_data(self) -> bool:
@@ -146,23 +150,23 @@ class CommsLogger:
 
     def stragglers(self) -> dict[str, dict[int, dict[str, Any]]]:
         """For each call the least time of all ranks, and this rank's excess over it. All ranks call this."""
-        found: dict[str, dict[int, dict[str, Any]]] = {}
+        summary: dict[str, dict[int, dict[str, Any]]] = {}
         for name, sizes in self._times.items():
             for nbytes, times in sorted(sizes.items()):
                 least = torch.tensor(times, dtype=torch.float64, device=compute_device())
                 dist.all_reduce(least, dist.ReduceOp.MIN)
                 fastest = least.tolist()
-                waited = [time - best for time, best in zip(times, fastest, strict=True)]
-                found.setdefault(name, {})[nbytes] = {
+                waits = [time - best for time, best in zip(times, fastest, strict=True)]
+                summary.setdefault(name, {})[nbytes] = {
                     "count": len(times),
                     "total_comm_lat_ms": sum(fastest),
-                    "total_straggler_ms": sum(waited),
+                    "total_straggler_ms": sum(waits),
                     "avg_comm_lat_ms": _mean(fastest),
-                    "avg_straggler_ms": _mean(waited),
+                    "avg_straggler_ms": _mean(waits),
                     "msg_size_bytes": nbytes,
                     "msg_size_str": convert_size(nbytes),
                 }
-        return found
+        return summary
 
     def log_all(
         self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
@@ -209,31 +213,31 @@ comms_logger = CommsLogger()
 def timed_op(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a collective: it also takes DeepSpeed's `prof`, `log_name` and `debug`, and is timed while the log is on."""
     kind = function.__name__
-    renamed = RENAMED.get(kind, {})
+    torch_names = RENAMED.get(kind, {})
 
     @functools.wraps(function)
-    def logged(*args: Any, **kwargs: Any) -> Any:
+    def run_and_log(*args: Any, **kwargs: Any) -> Any:
         own = {name: kwargs.pop(name) for name in OWN_KEYWORDS if name in kwargs}
-        kwargs = {renamed.get(name, name): value for name, value in kwargs.items()}
+        kwargs = {torch_names.get(name, name): value for name, value in kwargs.items()}
         name = own.get("log_name", kind)
         if not comms_logger.should_time(name, requested=bool(own.get("prof"))):
             return function(*args, **kwargs)
-        began = time.perf_counter()
+        start = time.perf_counter()
         work = function(*args, **kwargs)
         if hasattr(work, "wait") and kind not in PENDING:
             work.wait()
         if is_accelerator(compute_device()):
             synchronize(compute_device())
-        milliseconds = (time.perf_counter() - began) * 1e3
+        milliseconds = (time.perf_counter() - start) * 1e3
         comms_logger.append(kind, name, milliseconds, _message_bytes(function, args, kwargs))
         return work
 
-    return logged
+    return run_and_log
 
 
 def _message_bytes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    given = inspect.signature(function).bind(*args, **kwargs).arguments
-    message = given.get(MESSAGES.get(function.__name__, next(iter(given), "")))
+    arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+    message = arguments.get(MESSAGES.get(function.__name__, next(iter(arguments), "")))
     tensors = message if isinstance(message, (list, tuple)) else [message]
     return sum(each.numel() * each.element_size() for each in tensors if isinstance(each, torch.Tensor))
 

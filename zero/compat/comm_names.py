@@ -102,7 +102,7 @@ def all_gather_coalesced(
 ) -> Works | None:
     """Gather each input from all ranks into the output with the same index."""
     pairs = zip(output_tensors, input_tensors, strict=True)
-    works = [dist.all_gather_into_tensor(output, given, group, async_op) for output, given in pairs]
+    works = [dist.all_gather_into_tensor(output, tensor, group, async_op) for output, tensor in pairs]
     return Works(works) if async_op else None
 
 

@@ -62,9 +62,9 @@ def ds_nvme_tune(words: Words) -> int:
         parser.add_argument(flag, help="no effect: zero tune chooses what it measures")
     folders = parser.parse_args(words).nvme_dir
     status = cli.main(["tune", "--force", *folders])
-    found = [known for folder in folders if (known := tuning.read_cached(Path(folder)))] if not status else []
-    if found:
-        chosen = tuning.combine(found)
+    results = [result for folder in folders if (result := tuning.read_cached(Path(folder)))] if not status else []
+    if results:
+        chosen = tuning.combine(results)
         block = {"block_size": chosen.chunk_bytes, "queue_depth": chosen.queue_depth}
         print(json.dumps({"aio": block}, indent=1))
     return status
@@ -98,12 +98,12 @@ def _run_on_host(host: str, line: str) -> int:
     """Run the command there; each line of output is printed with the host's name in front."""
     with subprocess.Popen(
         [*SSH, host, line], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as running:
-        for answer in running.stdout or ():
+    ) as process:
+        for answer in process.stdout or ():
             _print_line(sys.stdout, f"{host}: {answer.rstrip()}")
-    if running.returncode:
-        _print_line(sys.stderr, f"ds_ssh: {host}: {shlex.quote(line)} ended with status {running.returncode}")
-    return running.returncode
+    if process.returncode:
+        _print_line(sys.stderr, f"ds_ssh: {host}: {shlex.quote(line)} ended with status {process.returncode}")
+    return process.returncode
 
 
 def _print_line(stream: TextIO, line: str) -> None:

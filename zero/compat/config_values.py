@@ -26,17 +26,30 @@ BLOCKS_BY_NAME = {
 } | {
     f"{block}_config": block
     for block in (
-        *("activation_checkpointing", "aio", "autotuning", "checkpoint", "compile", "flops_profiler", "hybrid_engine"),
-        *("nebula", "tensor_parallel", "timers", "weight_quantization"),
+        "activation_checkpointing",
+        "aio",
+        "autotuning",
+        "checkpoint",
+        "compile",
+        "flops_profiler",
+        "hybrid_engine",
+        "nebula",
+        "tensor_parallel",
+        "timers",
+        "weight_quantization",
     )
 }
-# Of the data efficiency library, which is not available: what DeepSpeed says of one that is off.
+# What DeepSpeed answers of the data efficiency library when it is off; here it is not available.
 DATA_EFFICIENCY: dict[str, Any] = {
     "enabled": False,
     "seed": 1234,
     "data_sampling": {
-        **{"enabled": False, "num_epochs": 1000, "num_workers": 0, "pin_memory": False},
-        **{"curriculum_learning": {"enabled": False}, "dynamic_batching": {"enabled": False}},
+        "enabled": False,
+        "num_epochs": 1000,
+        "num_workers": 0,
+        "pin_memory": False,
+        "curriculum_learning": {"enabled": False},
+        "dynamic_batching": {"enabled": False},
     },
     "data_routing": {"enabled": False, "random_ltd": {"enabled": False, "layer_token_lr_schedule": {"enabled": False}}},
 }
@@ -49,9 +62,9 @@ EIGENVALUE = {
 
 def block_of_config(config: Config, name: str) -> Any:
     """A block of the configuration; one that was not given has its defaults, and is disabled."""
-    given = getattr(config, name)
-    if given is not None:
-        return given
+    block = getattr(config, name)
+    if block is not None:
+        return block
     kind = get_args(type(config).model_fields[name].annotation)[0]
     if not hasattr(kind, "model_fields"):
         return {}
@@ -60,10 +73,10 @@ def block_of_config(config: Config, name: str) -> Any:
 
 def user_value(config: Config, block: str, key: str | None = None, default: Any = None) -> Any:
     """A block of the JSON as the user wrote it, or a key of it; the default if it is not there."""
-    there = config.source.get(block)
-    if there is None or key is None:
-        return default if there is None else there
-    value = there.get(key) if isinstance(there, Mapping) else None
+    content = config.source.get(block)
+    if content is None or key is None:
+        return default if content is None else content
+    value = content.get(key) if isinstance(content, Mapping) else None
     return default if value is None else value
 
 
@@ -71,10 +84,10 @@ def value_getter(path: str, default: Any = None) -> Answer:
     """The value at a dotted path of the configuration; DeepSpeed's default where ours is None."""
 
     def answer(config: Config) -> Any:
-        there: Any = config
+        value: Any = config
         for key in path.split("."):
-            there = block_of_config(there, key) if isinstance(there, Config) and key != path else getattr(there, key)
-        return default if there is None else there
+            value = block_of_config(value, key) if isinstance(value, Config) and key != path else getattr(value, key)
+        return default if value is None else value
 
     return answer
 
@@ -83,8 +96,10 @@ def _parameters_getter(block: str) -> Answer:
     """The parameters of a block without its `enabled`; False: there is no such block, as in DeepSpeed."""
 
     def answer(config: Config) -> Any:
-        there = user_value(config, block)
-        return {key: item for key, item in there.items() if key != "enabled"} if isinstance(there, Mapping) else False
+        content = user_value(config, block)
+        if not isinstance(content, Mapping):
+            return False
+        return {key: item for key, item in content.items() if key != "enabled"}
 
     return answer
 

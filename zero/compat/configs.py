@@ -58,9 +58,9 @@ class DeepSpeedZeroConfig(ZeroConfig):
     @classmethod
     def from_block(cls, block: ZeroConfig) -> DeepSpeedZeroConfig:
         """The same block, of this class."""
-        made = cls.__new__(cls)
-        made.__setstate__(block.__getstate__())
-        return made
+        copy = cls.__new__(cls)
+        copy.__setstate__(block.__getstate__())
+        return copy
 
     def __getattr__(self, name: str) -> Any:
         if name in self.aliases:

@@ -67,9 +67,9 @@ def ds_io(words: Sequence[str]) -> int:
             raise ConfigError(f"--{name}: not available: {instead}")
     if min(options.loops, options.multi_process) < 1:
         raise ConfigError("--loops and --multi_process: expected at least 1")
-    given = [options.folder] if options.folder else [m.rpartition(":")[0] for m in options.folder_to_device_mapping]
+    folders = [options.folder] if options.folder else [m.rpartition(":")[0] for m in options.folder_to_device_mapping]
     word = "Read" if options.read else "Write"
-    rates = _measure([folder for folder in given for _ in range(options.multi_process)], options)
+    rates = _measure([folder for folder in folders for _ in range(options.multi_process)], options)
     for number, rate in enumerate(rates, 1):
         print(f"pass {number}: {rate:.3f} GB/sec")
     print(f"E2E {word} Speed = {sum(rates) / len(rates):.3f} GB/sec")

@@ -20,7 +20,7 @@ class ElasticityError(ConfigError):
 
 
 class ElasticityConfigError(ElasticityError):
-    """The configuration is impossible; says why."""
+    """The configuration is impossible; the text is the reason."""
 
 
 class ElasticityIncompatibleWorldSize(ElasticityError):
@@ -92,15 +92,17 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
 
     Raises ElasticityConfigError: they differ, so the numbers of ranks that the scheduler gives would not fit.
     """
-    told = os.environ.get(SCHEDULER_VARIABLE)
-    if told is None:
+    text = os.environ.get(SCHEDULER_VARIABLE)
+    if text is None:
         return
-    now, then = (_block(each) for each in (runtime_elastic_config_dict, parse_json(told, SCHEDULER_VARIABLE)))
+    block = _block(runtime_elastic_config_dict)
+    scheduled = _block(parse_json(text, SCHEDULER_VARIABLE))
     for key in ("max_train_batch_size", "micro_batch_sizes", "version"):
-        if getattr(now, key) != getattr(then, key):
+        value, expected = getattr(block, key), getattr(scheduled, key)
+        if value != expected:
             raise ElasticityConfigError(
-                f"elasticity.{key}: expected {getattr(then, key)}, as in {SCHEDULER_VARIABLE}, got {getattr(now, key)}; use "
-                "the configuration that was given to the scheduler"
+                f"elasticity.{key}: expected {expected}, as in {SCHEDULER_VARIABLE}, got {value}; use the "
+                "configuration that was given to the scheduler"
             )
 
 
@@ -112,7 +114,7 @@ def ds_elastic(words: Sequence[str]) -> int:
     parser.add_argument("-c", "--config", required=True, metavar="FILE", help="DeepSpeed JSON")
     parser.add_argument("-w", "--world-size", type=int, default=0, metavar="N", help="number of ranks")
     options = parser.parse_args(words)
-    found = compute_elastic_config(read_json(options.config), world_size=options.world_size)
-    for name, value in zip(("train_batch_size", "valid_gpus", "micro_batch_size"), found, strict=False):
+    values = compute_elastic_config(read_json(options.config), world_size=options.world_size)
+    for name, value in zip(("train_batch_size", "valid_gpus", "micro_batch_size"), values, strict=False):
         print(f"{name}: {value}")
     return 0

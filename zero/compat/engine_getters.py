@@ -77,8 +77,8 @@ def _safe_modules(config: Config) -> list[str] | None:
 
 
 def _communication_dtype(config: Config) -> torch.dtype:
-    given = config.communication_data_type
-    return _dtypes(config)[0] if given is None else DTYPES[given]
+    name = config.communication_data_type
+    return _dtypes(config)[0] if name is None else DTYPES[name]
 
 
 def _first_scale(config: Config) -> float:
@@ -158,10 +158,10 @@ class ConfigGetters:
     bf16_master_weights_and_gradients = method(lambda c: c.bf16_masters, "True: weights are their own masters.")
     bf16_optimizer_states = zero(lambda z: z.offload_optimizer.state_dtype == "bf16", "True: moments are kept in bf16.")
     torch_autocast_enabled = method(lambda c: c.torch_autocast.enabled, "True: forward runs under torch.autocast.")
-    torch_autocast_dtype = method(_autocast_dtype, "What torch.autocast is told to cast to; None: its own choice.")
+    torch_autocast_dtype = method(_autocast_dtype, "The dtype that torch.autocast casts to; None: its own choice.")
     torch_autocast_lower_precision_safe_modules = method(_safe_modules, NO_EFFECT)
     get_data_types = method(_dtypes, "What weights are computed in, if cast, and what gradients are added up in.")
-    communication_data_type = attribute(_communication_dtype, "What gradients are exchanged in.")
+    communication_data_type = attribute(_communication_dtype, "The dtype in which gradients travel between ranks.")
     dynamic_loss_scale = method(lambda c: c.fp16.enabled and c.fp16.dynamic, "True: the fp16 scale follows overflows.")
     loss_scale = method(lambda c: c.fp16.loss_scale, "The static scale, 0: dynamic; it is `optimizer.cur_scale` now.")
     initial_dynamic_scale = method(_first_scale, "What a dynamic loss scale begins at.")

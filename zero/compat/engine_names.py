@@ -1,4 +1,4 @@
-"""The names that DeepSpeed's engine has and ours does not: lent to an engine that `deepspeed.initialize` has made.
+"""The names that DeepSpeed's engine has and ours lacks: set on an engine that `deepspeed.initialize` has made.
 
 Each has a value, or raises NotImplementedError with what to do instead; tests compare them with DeepSpeed's own list.
 """

@@ -38,21 +38,25 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     """
     if not force or world.rank() != 0:
         return
-    there, gib = get_accelerator(), 2.0**30
-    used = psutil.virtual_memory()
-    device = f"device {there.memory_allocated() / gib:.2f} GB now, {there.max_memory_allocated() / gib:.2f} GB at most"
-    print(f"{message}: {device}; host {used.used / gib:.2f} GB used, {used.percent:.1f}%", flush=True)
-    there.reset_peak_memory_stats()
+    accelerator, gib = get_accelerator(), 2.0**30
+    host = psutil.virtual_memory()
+    used, most = accelerator.memory_allocated() / gib, accelerator.max_memory_allocated() / gib
+    device = f"device {used:.2f} GB now, {most:.2f} GB at most"
+    print(f"{message}: {device}; host {host.used / gib:.2f} GB used, {host.percent:.1f}%", flush=True)
+    accelerator.reset_peak_memory_stats()
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
     """Move the tensors in a tree of lists, tuples and dicts; with a criterion only those that it selects, in place."""
 
-    def moved(tensor: Any) -> Any:
+    def move(tensor: Any) -> Any:
+        return tensor.to(device)
+
+    def move_in_place(tensor: Any) -> Any:
         tensor.data = tensor.to(device).data
         return tensor
 
-    return _map_tensors(item, (lambda tensor: tensor.to(device)) if criterion_func is None else moved, criterion_func)
+    return _map_tensors(item, move if criterion_func is None else move_in_place, criterion_func)
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
@@ -178,8 +182,14 @@ class ZeRORuntimeException(Exception):
 
 # Those that DeepSpeed names; any other of torch works too.
 ZERO_SUPPORTED_OPTIMIZERS = [
-    *(torch.optim.Adam, torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam, torch.optim.Adagrad, DeepSpeedCPUAdagrad),
-    *(DeepSpeedCPULion, FusedLion),
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    FusedAdam,
+    DeepSpeedCPUAdam,
+    torch.optim.Adagrad,
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPULion,
+    FusedLion,
 ]
 
 
@@ -206,13 +216,13 @@ def convert_conv1d_to_linear(model: Any, convert_type: type[nn.Module]) -> Any:
         model: a model, or an object that has it as `module`. No engine may hold it, since its parameters are replaced.
         convert_type: with a `weight` of shape (in, out), and a `bias` or None.
     """
-    whole: nn.Module = getattr(model, "module", model)
-    for name, old in [(name, old) for name, old in whole.named_modules() if isinstance(old, convert_type)]:
+    root: nn.Module = getattr(model, "module", model)
+    for name, old in [(name, old) for name, old in root.named_modules() if isinstance(old, convert_type)]:
         weight: nn.Parameter = old.get_parameter("weight")
         bias: nn.Parameter | None = getattr(old, "bias", None)
         new = nn.Linear(weight.shape[0], weight.shape[1], bias=bias is not None, device="meta")
         new.weight = nn.Parameter(weight.data.t().contiguous(), requires_grad=weight.requires_grad)
         if bias is not None:
             new.bias = nn.Parameter(bias.data.reshape(-1), requires_grad=bias.requires_grad)
-        recursive_setattr(whole, name, new)
+        recursive_setattr(root, name, new)
     return model

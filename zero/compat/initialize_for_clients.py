@@ -36,18 +36,20 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """
     bound = SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments
+    arguments = bound.arguments
     if not dist.is_initialized():
-        init_distributed(distributed_port=given["distributed_port"], dist_init_required=given["dist_init_required"])
-    set_local_rank(given["args"])
+        init_distributed(
+            distributed_port=arguments["distributed_port"], dist_init_required=arguments["dist_init_required"]
+        )
+    set_local_rank(arguments["args"])
     log_version()
     for name in ("config", "config_params"):
-        given[name] = _drop_idle_states(given[name], given["optimizer"])
+        arguments[name] = _drop_idle_states(arguments[name], arguments["optimizer"])
     with reading_as_deepspeed():
-        engine, optimizer, loader, scheduler = zero.initialize(**given)
+        engine, optimizer, loader, scheduler = zero.initialize(**arguments)
     save_released_as_empty()
     adapt_trainer()
-    add_deepspeed_names(engine, given)
+    add_deepspeed_names(engine, arguments)
     if (log := engine.run.config.comms_logger) is not None:
         use_block(log)
     return engine, optimizer, loader, scheduler
@@ -64,18 +66,18 @@ def _drop_idle_states(config: Any, optimizer: Any) -> Any:
     named = config.get("optimizer")
     if named is not None and (not isinstance(named, Mapping) or named.get("type", "") is not None):
         return config
-    kept = {key: value for key, value in config.items() if key != "optimizer"}
-    block = kept.get("zero_optimization")
+    changed = {key: value for key, value in config.items() if key != "optimizer"}
+    block = changed.get("zero_optimization")
     if isinstance(block, Mapping) and block.get("stage") == 0:
-        kept["zero_optimization"] = {key: value for key, value in block.items() if key != "offload_optimizer"}
-    return kept
+        changed["zero_optimization"] = {key: value for key, value in block.items() if key != "offload_optimizer"}
+    return changed
 
 
 def log_version() -> None:
     """Log DeepSpeed's line on the first rank, with a note that this is zero-infinity."""
     if world.rank() == 0:
-        told = f"DeepSpeed info: version={VERSION}, git-hash=none, git-branch=none"
-        logger.info("%s (this is zero-infinity %s, imported under the name deepspeed)", told, zero.__version__)
+        version_line = f"DeepSpeed info: version={VERSION}, git-hash=none, git-branch=none"
+        logger.info("%s (this is zero-infinity %s, imported under the name deepspeed)", version_line, zero.__version__)
 
 
 def set_local_rank(args: Any) -> None:
@@ -85,10 +87,12 @@ def set_local_rank(args: Any) -> None:
     """
     if not hasattr(args, "local_rank") or "LOCAL_RANK" not in os.environ:
         return
-    given, ours = args.local_rank, world.local_rank()
-    if isinstance(given, int) and given >= 0 and given != ours:
-        raise ConfigError(f"initialize: args.local_rank: expected LOCAL_RANK of the environment, {ours}, got {given}")
-    args.local_rank = ours
+    argument, local_rank = args.local_rank, world.local_rank()
+    if isinstance(argument, int) and argument >= 0 and argument != local_rank:
+        raise ConfigError(
+            f"initialize: args.local_rank: expected LOCAL_RANK of the environment, {local_rank}, got {argument}"
+        )
+    args.local_rank = local_rank
 
 
 class _ChecksAttribute(type):
@@ -103,10 +107,10 @@ class _ChecksAttribute(type):
 class DeepSpeedZeroOptimizer(metaclass=_ChecksAttribute):
     """The optimizer of stages 1 and 2: it has the shards of the fp32 masters as an attribute."""
 
-    shows = "single_partition_of_fp32_groups"
+    attribute = "single_partition_of_fp32_groups"
 
 
 class DeepSpeedZeroOptimizer_Stage3(metaclass=_ChecksAttribute):
     """The optimizer of stage 3: it has the shards of the fp32 masters as an attribute."""
 
-    shows = "fp32_partitioned_groups_flat"
+    attribute = "fp32_partitioned_groups_flat"

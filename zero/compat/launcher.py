@@ -56,8 +56,8 @@ def parse_resource_filter(
 ) -> dict[str, list[int]]:
     """The slots to use, of those in `host_info`. Raises the same errors as `parse_inclusion_exclusion`."""
     chosen = parse_inclusion_exclusion({h: max(slots) + 1 for h, slots in host_info.items()}, include_str, exclude_str)
-    kept = {host: [slot for slot in slots if slot in host_info[host]] for host, slots in chosen.items()}
-    return {host: slots for host, slots in kept.items() if slots}
+    known = {host: [slot for slot in slots if slot in host_info[host]] for host, slots in chosen.items()}
+    return {host: slots for host, slots in known.items() if slots}
 
 
 def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:

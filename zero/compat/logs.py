@@ -78,8 +78,8 @@ def should_log_le(max_log_level_str: str) -> bool:
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
-def _is_logging_rank(wanted: Sequence[int] | None) -> bool:
-    return not world.is_distributed() or not wanted or wanted[0] == -1 or world.rank() in wanted
+def _is_logging_rank(ranks: Sequence[int] | None) -> bool:
+    return not world.is_distributed() or not ranks or ranks[0] == -1 or world.rank() in ranks
 
 
 logger.warning_once = warning_once  # type: ignore[attr-defined]

@@ -25,14 +25,21 @@ class DeepSpeedMonitorConfig:
     def __init__(self, **blocks: Any) -> None:
         if unknown := sorted(set(blocks) - set(BLOCKS)):
             raise ValueError(f"DeepSpeedMonitorConfig: expected {', '.join(BLOCKS)}, got {', '.join(unknown)}")
-        given = {name: {} if blocks.get(name) is None else blocks[name] for name in BLOCKS}
-        self.tensorboard, self.comet, self.wandb, self.csv_monitor = (
-            BLOCKS[name](**block) if isinstance(block, Mapping) else block for name, block in given.items()
-        )
+        self.tensorboard = _read_block("tensorboard", blocks)
+        self.comet = _read_block("comet", blocks)
+        self.wandb = _read_block("wandb", blocks)
+        self.csv_monitor = _read_block("csv_monitor", blocks)
 
     @property
     def enabled(self) -> bool:
         return any(getattr(self, name).enabled for name in BLOCKS)
+
+
+def _read_block(name: str, blocks: Mapping[str, Any]) -> Any:
+    block = blocks.get(name)
+    if block is None:
+        block = {}
+    return BLOCKS[name](**block) if isinstance(block, Mapping) else block
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
@@ -49,9 +56,10 @@ class MonitorMaster(Monitors):
     def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
         super().__init__(monitor_config, writes=world.rank() == 0)
         self.monitor_config = monitor_config
-        self.tb_monitor, self.comet_monitor, self.wandb_monitor, self.csv_monitor = (
-            self.writers.get(name) for name in BLOCKS
-        )
+        self.tb_monitor = self.writers.get("tensorboard")
+        self.comet_monitor = self.writers.get("comet")
+        self.wandb_monitor = self.writers.get("wandb")
+        self.csv_monitor = self.writers.get("csv_monitor")
 
 
 class _SingleMonitor(Monitors):

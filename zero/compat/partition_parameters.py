@@ -60,15 +60,15 @@ def zero_wrapper_for_fp_tensor_constructor(
         target_device: used if the caller names none; None: torch's choice.
     """
 
-    def wrapped(*args: Any, **kwargs: Any) -> Tensor:
+    def construct(*args: Any, **kwargs: Any) -> Tensor:
         if target_device is not None and kwargs.get("device") is None:
             kwargs["device"] = target_device
-        made = fn(*args, **kwargs)
-        if target_fp_dtype is not None and made.is_floating_point():
-            made.data = made.data.to(target_fp_dtype)
-        return made
+        tensor = fn(*args, **kwargs)
+        if target_fp_dtype is not None and tensor.is_floating_point():
+            tensor.data = tensor.data.to(target_fp_dtype)
+        return tensor
 
-    return wrapped
+    return construct
 
 
 class Init(OurInit):

@@ -59,18 +59,18 @@ class PartitionedTensor:
 
         Raises ConfigError: the group has another number of ranks, or this one has another number in it.
         """
-        made = cls(local_part[:0], group)
+        tensor = cls(local_part[:0], group)
         dims, *numbers = meta.tolist()
-        made.orig_size, (parts, rank, *made.partition) = numbers[:dims], numbers[dims:]
-        if (parts, rank) != (made.num_parts, made.rank):
+        tensor.orig_size, (parts, rank, *tensor.partition) = numbers[:dims], numbers[dims:]
+        if (parts, rank) != (tensor.num_parts, tensor.rank):
             raise ConfigError(
-                f"PartitionedTensor.from_meta: expected part {made.rank} of {made.num_parts}, as in the group, "
+                f"PartitionedTensor.from_meta: expected part {tensor.rank} of {tensor.num_parts}, as in the group, "
                 f"got part {rank} of {parts}; give the rank that made it its own meta"
             )
-        made.even_split = math.prod(made.orig_size) % parts == 0
-        made.orig_device = local_part.device if device is None else torch.device(device)
-        made.local_data = local_part.detach()
-        return made
+        tensor.even_split = math.prod(tensor.orig_size) % parts == 0
+        tensor.orig_device = local_part.device if device is None else torch.device(device)
+        tensor.local_data = local_part.detach()
+        return tensor
 
     def to_meta(self) -> Tensor:
         """Number of dimensions, sizes, number of parts, this part, bounds of the parts; on the tensor's device."""

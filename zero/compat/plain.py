@@ -122,8 +122,8 @@ def debug_module2name_class(module: nn.Module) -> str:
 
 
 def debug_param2name(param: Tensor) -> str:
-    there, name = param_names.get(id(param), (None, ""))
-    return name if there is not None and there() is param else "unknown"
+    reference, name = param_names.get(id(param), (None, ""))
+    return name if reference is not None and reference() is param else "unknown"
 
 
 def debug_param2name_id(param: Tensor) -> str:

@@ -37,10 +37,10 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
     if not 0.0 <= trim_percent <= 1.0:
         raise ValueError(f"trim_mean: trim_percent: expected 0 to 1, got {trim_percent}")
     cut = round(len(data) * trim_percent)
-    kept = sorted(data)[cut : len(data) - cut]
-    if data and not kept:
+    middle = sorted(data)[cut : len(data) - cut]
+    if data and not middle:
         raise ValueError(f"trim_mean: trim_percent {trim_percent} leaves none of {len(data)} values")
-    return fmean(kept) if kept else 0.0
+    return fmean(middle) if middle else 0.0
 
 
 def _now() -> Any:
@@ -49,7 +49,7 @@ def _now() -> Any:
     if not is_accelerator(device):
         return time.perf_counter()
     event = module_of(device).Event(enable_timing=True)
-    event.state_view()
+    event.record()
     return event
 
 
@@ -69,11 +69,11 @@ def _milliseconds(begin: Any, end: Any) -> float:
 class _Timer:
     """A stopwatch, in milliseconds. It adds up what is between `start` and `stop` until it is reset."""
 
-    def __init__(self, name: str, before: Callable[[], float] | None = None) -> None:
+    def __init__(self, name: str, fallback: Callable[[], float] | None = None) -> None:
         self.name_, self.started_ = name, False
         self._begin: Any = None
         self._spans: list[tuple[Any, Any]] = []
-        self._fallback = before  # What else has been timed under this name.
+        self._fallback = fallback  # Returns what else has been timed under this name.
 
     def start(self) -> None:
         """Raises TimerError: it runs already."""
@@ -118,7 +118,7 @@ class SynchronizedWallClockTimer:
     """Stopwatches by name: `timers("data").start()`.
 
     Args:
-        engine: of which `timers("fwd")`, "bwd" and "step" tell the milliseconds of the last step, if nobody runs them.
+        engine: `timers("fwd")`, "bwd" and "step" have its milliseconds of the last step, if nobody runs them.
     """
 
     Timer = _Timer
@@ -129,9 +129,9 @@ class SynchronizedWallClockTimer:
 
     def __call__(self, name: str) -> _Timer:
         if name not in self.timers:
-            ours = ENGINE_TIMERS.get(name) if self._engine is not None else None
-            before = None if ours is None else lambda: float(self._engine.get_wall_clock_timers().get(ours, 0.0))
-            self.timers[name] = _Timer(name, before)
+            timer = ENGINE_TIMERS.get(name) if self._engine is not None else None
+            fallback = None if timer is None else lambda: float(self._engine.get_wall_clock_timers().get(timer, 0.0))
+            self.timers[name] = _Timer(name, fallback)
         return self.timers[name]
 
     def get_timers(self) -> dict[str, _Timer]:
@@ -140,12 +140,12 @@ class SynchronizedWallClockTimer:
     @staticmethod
     def memory_usage() -> str:
         """The device's memory now and at most, as text."""
-        there = get_accelerator()
+        accelerator = get_accelerator()
         sizes = {
-            "mem_allocated": there.memory_allocated(),
-            "max_mem_allocated": there.max_memory_allocated(),
-            "cache_allocated": there.memory_reserved(),
-            "max_cache_allocated": there.max_memory_reserved(),
+            "mem_allocated": accelerator.memory_allocated(),
+            "max_mem_allocated": accelerator.max_memory_allocated(),
+            "cache_allocated": accelerator.memory_reserved(),
+            "max_cache_allocated": accelerator.max_memory_reserved(),
         }
         return "".join(f" | {name}: {nbytes / GIB:.4f} GB" for name, nbytes in sizes.items())
 
@@ -261,13 +261,13 @@ class ThroughputTimer:
             self.step_elapsed_time = 0.0
 
     def _report(self) -> None:
-        there = get_accelerator()
+        accelerator = get_accelerator()
         place = f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}"
         self.logging(
             f"{place}, RunningAvgSamplesPerSec={self.avg_samples_per_sec()}, "
             f"CurrSamplesPerSec={self.batch_size / max(self.step_elapsed_time, 1e-6)}, "
-            f"MemAllocated={there.memory_allocated() / GIB:.2f}GB, "
-            f"MaxMemAllocated={there.max_memory_allocated() / GIB:.2f}GB"
+            f"MemAllocated={accelerator.memory_allocated() / GIB:.2f}GB, "
+            f"MaxMemAllocated={accelerator.max_memory_allocated() / GIB:.2f}GB"
         )
         if self.monitor_memory:
             self.logging(f"{place}, vm %: {psutil.virtual_memory().percent}, swap %: {psutil.swap_memory().percent}")

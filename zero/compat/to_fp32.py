@@ -34,7 +34,8 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Folder, t
     the engine. All ranks call this. Raises ConfigError: there is no such checkpoint, or it is damaged; the engine stays
     usable. Raises StorageError: a read failed.
     """
-    with open_folder(checkpoint_dir, tag):  # there is one: else the engine stays
+    # Raises if there is no such checkpoint, so that the engine stays.
+    with open_folder(checkpoint_dir, tag):
         pass
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     unwrap_parameters(model.parameters())

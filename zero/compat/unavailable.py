@@ -13,7 +13,7 @@ from torch import nn
 
 TENSORS = "tensor parallelism is not implemented; stage 3 shards weights over the same ranks instead"
 SEQUENCES = "sequence parallelism is not implemented; use torch.distributed.tensor.experimental.context_parallel"
-SLICES = "use torch.utils.checkpoint around each slice of the sequence, or TiledMLP for a module"
+SEQUENCE_SLICES = "use torch.utils.checkpoint around each slice of the sequence, or TiledMLP for a module"
 PIPELINES = (
     "the schedules are those of torch.distributed.pipelining; use zero.pipe.PipelineModule, and pipeline.schedule "
     "to choose one"
@@ -101,7 +101,7 @@ INSTEAD: dict[str, str] = {
     "runtime.activation_checkpointing.offload_activations": OFFLOADED,
     "runtime.bf16_optimizer": "set bf16 in the configuration",
     "runtime.checkpoint_engine": WRITERS,
-    "runtime.chunked_cross_entropy": SLICES,
+    "runtime.chunked_cross_entropy": SEQUENCE_SLICES,
     "runtime.comm": ONE_BIT,
     "runtime.comm.coalesced_collectives.all_to_all": "quantised collectives change the results and are not available; "
     "communication_data_type moves fewer bytes",
@@ -123,9 +123,9 @@ INSTEAD: dict[str, str] = {
     "runtime.quantize": COMPRESSION,
     "runtime.rollout": ROLLOUTS,
     "runtime.sequence_parallel": SEQUENCES,
-    "runtime.sequence_parallel.ulysses_sp.SequenceTiled": SLICES,
-    "runtime.sequence_parallel.ulysses_sp.Tiled": SLICES,
-    "runtime.sequence_parallel.ulysses_sp.sequence_tiled": SLICES,
+    "runtime.sequence_parallel.ulysses_sp.SequenceTiled": SEQUENCE_SLICES,
+    "runtime.sequence_parallel.ulysses_sp.Tiled": SEQUENCE_SLICES,
+    "runtime.sequence_parallel.ulysses_sp.sequence_tiled": SEQUENCE_SLICES,
     "runtime.sparse_tensor": "gradients are reduced dense; use nn.Embedding without sparse=True",
     "runtime.state_dict_factory": INFERENCE,
     "runtime.superoffload": "set offload_optimizer: updates on the CPU always run in the background here",
@@ -215,8 +215,8 @@ def unavailable(name: str, base: type | None) -> Any:
     instead = instead_of(name)
     if base is None:
         return missing_function(name, instead)
-    made = missing_class(name, instead, base)
+    kind = missing_class(name, instead, base)
     called = ("apply",) if issubclass(base, torch.autograd.Function) else ()
     for method in METHODS.get(name, called):
-        setattr(made, method, missing_function(f"{name}.{method}", instead))
-    return made
+        setattr(kind, method, missing_function(f"{name}.{method}", instead))
+    return kind
