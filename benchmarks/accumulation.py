@@ -40,13 +40,13 @@ def main() -> None:
     rival = rivals(report, bench)
     first = measure("first look", {TOGETHER: bench.ours("nvme", vertical=True)}, rounds=1, warmups=0, disk=options.path)
     report.keep(first)
-    moved = first.rounds[0][TOGETHER].figures
+    figures = first.rounds[0][TOGETHER].figures
     candidates: dict[str, Candidate] = {
         TOGETHER: bench.ours("nvme", vertical=True),
         IN_TURN: bench.ours("nvme"),
         **rival,
         COMPUTE_FLOOR: bench.compute_floor(),
-        DISK_FLOOR: bench.disk_floor(moved["nvme_read_bytes"], moved["nvme_write_bytes"]),
+        DISK_FLOOR: bench.disk_floor(figures["nvme_read_bytes"], figures["nvme_write_bytes"]),
     }
     rules = [floor_contended(COMPUTE_FLOOR), floor_deviates(DISK_FLOOR)]
     series = measure("nvme", candidates, rounds=options.rounds, warmups=0, rules=rules, disk=options.path)
@@ -72,15 +72,19 @@ def rivals(report: Report, bench: Bench) -> dict[str, Candidate]:
     if reason is not None:
         report.lack(RIVAL, reason)
         return {}
-    return {f"{RIVAL}, {name}": bench.rival("nvme", given) for name, given in deepspeed_setup.BEST_SETTINGS.items()}
+    return {
+        f"{RIVAL}, {name}": bench.rival("nvme", settings) for name, settings in deepspeed_setup.BEST_SETTINGS.items()
+    }
 
 
 def show(report: Report, bench: Bench, name: str, figures: Mapping[str, Any]) -> None:
     """Bytes of a step as the kernel counts them, and peak memory."""
-    moved = {way: figures[f"process_{way}_bytes"] / bench.shape.numel for way in ("read", "write")}
+    bytes_per_parameter = {way: figures[f"process_{way}_bytes"] / bench.shape.numel for way in ("read", "write")}
     peak = figures["peak_rss_bytes"]
-    told = f"{moved['read']:.1f} read, {moved['write']:.1f} written, peak {peak / 1e9:.2f} GB"
-    report.figure(f"{name}, bytes per parameter and step", {**moved, "peak_rss_bytes": peak}, told)
+    text = (
+        f"{bytes_per_parameter['read']:.1f} read, {bytes_per_parameter['write']:.1f} written, peak {peak / 1e9:.2f} GB"
+    )
+    report.figure(f"{name}, bytes per parameter and step", {**bytes_per_parameter, "peak_rss_bytes": peak}, text)
 
 
 if __name__ == "__main__":

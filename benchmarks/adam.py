@@ -73,9 +73,11 @@ def formula_step(formula: kernels.Formula, states: int, numel: int, threads: int
         huge(numel, torch.int16),
         huge(numel, torch.bfloat16, 1e-3),
     )
-    planes = [huge(numel, torch.float32, 1e-3).square_() if k < states else None for k in range(len(formula.states))]
+    state_arrays = [
+        huge(numel, torch.float32, 1e-3).square_() if k < states else None for k in range(len(formula.states))
+    ]
     segments = [dataclasses.replace(STEP, end=numel)]
-    return lambda: kernels.update(formula, weight, remainder, planes, gradient, segments, threads=threads)
+    return lambda: kernels.update(formula, weight, remainder, state_arrays, gradient, segments, threads=threads)
 
 
 def bytes_split(states: int) -> int:
@@ -169,12 +171,14 @@ def ask(report: Report, threads: int, options: argparse.Namespace) -> None:
             warmups=3,
             pause_seconds=PAUSE_SECONDS,
             tries_per_round=TRIES_PER_ROUND,
-            rules=[floor_deviates("bound"), *(compute_contended(one, threads) for one in candidates)],
+            rules=[floor_deviates("bound"), *(compute_contended(contestant, threads) for contestant in candidates)],
         )
         report.keep(series, {"ours": BYTES_SPLIT * options.numel, name: nbytes * options.numel})
-        for one in ("ours", name):
-            per_million = round(series.median(one) * 1e9 / options.numel, 4)
-            report.figure(f"{label}: ms per million, {one}" + f" (beside {name})" * (one == "ours"), per_million)
+        for contestant in ("ours", name):
+            per_million = round(series.median(contestant) * 1e9 / options.numel, 4)
+            report.figure(
+                f"{label}: ms per million, {contestant}" + f" (beside {name})" * (contestant == "ours"), per_million
+            )
         must = (MUSTS if threads == 1 else MUSTS_TWO_THREADS).get(name)
         ratios = series.ratios(partial(speed_over, name))
         report.mark(f"{label}: speed, ours / {name}", ratios, at_least=must)

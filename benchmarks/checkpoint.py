@@ -66,14 +66,14 @@ def disk(report: Report, options: argparse.Namespace, tier: str) -> None:
             series = measure(name, candidates, rounds=options.rounds, rules=rules, disk=options.path)
     report.keep(series, nbytes)
     report.figure(f"{tier}: bytes of a checkpoint", nbytes, f"{nbytes:,}")
-    for ours, floor in (("save", "write"), ("save", "overwrite"), ("load", "read")):
-        ratios = series.ratios(lambda r, a=floor, b=ours: r[a].seconds / r[b].seconds)  # type: ignore[misc]
-        report.mark(f"{tier}: {ours} GB/s / {stick.what}'s {NAMED[floor]}", ratios, at_least=DISK_MARK)
+    for operation, floor in (("save", "write"), ("save", "overwrite"), ("load", "read")):
+        ratios = series.ratios(lambda r, a=floor, b=operation: r[a].seconds / r[b].seconds)  # type: ignore[misc]
+        report.mark(f"{tier}: {operation} GB/s / {stick.what}'s {NAMED[floor]}", ratios, at_least=DISK_MARK)
     synced = series.ratios(lambda r: r["write"].figures["synced_seconds"] / r["save"].seconds)
     report.mark(f"{tier}: save GB/s / {stick.what}'s {NAMED['write']}, both synced", synced, at_least=SYNCED_MARK)
-    for ours in ("save", "load") if tier == "nvme" else ():
-        both = series.ratios(lambda r, b=ours: (r["read"].seconds + r["write"].seconds) / r[b].seconds)  # type: ignore[misc]
-        report.mark(f"{tier}: time of {stick.what}'s read + write / {ours}", both, at_least=DISK_MARK)
+    for operation in ("save", "load") if tier == "nvme" else ():
+        combined = series.ratios(lambda r, b=operation: (r["read"].seconds + r["write"].seconds) / r[b].seconds)  # type: ignore[misc]
+        report.mark(f"{tier}: time of {stick.what}'s read + write / {operation}", combined, at_least=DISK_MARK)
 
 
 def rival(report: Report, options: argparse.Namespace, tier: str) -> None:
@@ -81,42 +81,42 @@ def rival(report: Report, options: argparse.Namespace, tier: str) -> None:
     reason = deepspeed_setup.why_missing()
     if reason is not None:
         report.lack(RIVAL, reason)
-    with Folder(options.path) as mine, Folder(options.path) as theirs:
-        folders = {OURS: mine, **({} if reason is not None else {RIVAL: theirs})}
-        for does in ("save", "resume"):
-            candidates = {who: contestant(options, tier, who, does, folder) for who, folder in folders.items()}
+    with Folder(options.path) as our_folder, Folder(options.path) as rival_folder:
+        folders = {OURS: our_folder, **({} if reason is not None else {RIVAL: rival_folder})}
+        for action in ("save", "resume"):
+            candidates = {name: contestant(options, tier, name, action, folder) for name, folder in folders.items()}
             try:
-                series = measure(f"{tier}: {does}", candidates, rounds=options.rounds, warmups=0, disk=options.path)
+                series = measure(f"{tier}: {action}", candidates, rounds=options.rounds, warmups=0, disk=options.path)
             except RivalMissing as error:
-                report.lack(RIVAL, f"{tier}, {does}: {error}")
+                report.lack(RIVAL, f"{tier}, {action}: {error}")
                 return
             report.keep(series)
-            compare(report, series, tier, does)
+            compare(report, series, tier, action)
 
 
-def contestant(options: argparse.Namespace, tier: str, who: str, does: str, folder: Path) -> Candidate:
+def contestant(options: argparse.Namespace, tier: str, name: str, action: str, folder: Path) -> Candidate:
     """One process that saves into `folder` or resumes from it."""
     shape = SHAPES[options.shape]
-    config = rival_config(tier, folder, shape, {}) if who == RIVAL else None
+    config = rival_config(tier, folder, shape, {}) if name == RIVAL else None
 
     def run() -> Mapping[str, Any]:
         drop_page_cache()
-        figures = run_worker(who, options.shape, tier, does, folder, config, options.lock)
-        if does == "resume":
-            check_loaded(who, figures)
+        figures = run_worker(name, options.shape, tier, action, folder, config, options.lock)
+        if action == "resume":
+            check_loaded(name, figures)
         return figures
 
     return run
 
 
-def compare(report: Report, series: Series, tier: str, does: str) -> None:
+def compare(report: Report, series: Series, tier: str, action: str) -> None:
     """Times, memory, and for saves what it takes until the bytes are on the disk."""
-    for who in series.rounds[0]:
-        peak = series.median(who, "peak_rss_bytes")
-        report.figure(f"{tier}: {does}, {who}, peak memory", peak, f"{peak / 1e9:.2f} GB")
+    for name in series.rounds[0]:
+        peak = series.median(name, "peak_rss_bytes")
+        report.figure(f"{tier}: {action}, {name}, peak memory", peak, f"{peak / 1e9:.2f} GB")
     if RIVAL not in series.rounds[0]:
         return
-    if does == "save":
+    if action == "save":
         for figure in ("seconds", "durable_seconds"):
             ratios = series.ratios(lambda r, f=figure: _of(r[OURS], f) / _of(r[RIVAL], f))  # type: ignore[misc]
             until = "until it returns (ours: synced)" if figure == "seconds" else "until synced"
@@ -142,11 +142,11 @@ def behind(report: Report, options: argparse.Namespace, tier: str) -> None:
         with YardStick(folder, nbytes * (2 if tier == "nvme" else 1)) as stick:
             rounds = []
             for _ in range(options.rounds):
-                one = {"with": run_once(engine.save_behind, options.path)}
-                steps = one["with"].figures["steps"]
-                one["without"] = run_once(lambda n=steps: engine.steps(n), options.path)  # type: ignore[misc]
-                one["mixed"] = run_once(lambda: stick.over("mixed"), options.path)
-                rounds.append(one)
+                runs = {"with": run_once(engine.save_behind, options.path)}
+                steps = runs["with"].figures["steps"]
+                runs["without"] = run_once(lambda n=steps: engine.steps(n), options.path)  # type: ignore[misc]
+                runs["mixed"] = run_once(lambda: stick.over("mixed"), options.path)
+                rounds.append(runs)
     series = Series(f"{tier}: async", rounds, [None] * len(rounds), {}, len(rounds))
     report.keep(series)
     counts = [r["with"].figures["steps"] for r in rounds]

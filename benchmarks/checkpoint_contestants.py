@@ -37,8 +37,8 @@ DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 class Folder:
     """A temporary folder on the disk in question."""
 
-    def __init__(self, on: Path) -> None:
-        self._on = on
+    def __init__(self, parent: Path) -> None:
+        self._on = parent
 
     def __enter__(self) -> Path:
         """Make it."""
@@ -176,10 +176,10 @@ class YardStick:
         fd = self._open(path, os.O_CREAT)
         try:
             os.posix_fallocate(fd, 0, self._nbytes)
-            told = self._run("write", path)
+            figures = self._run("write", path)
             begin = time.perf_counter()
             os.fsync(fd)  # fio leaves in the drive's cache what a checkpoint does not
-            return {**told, "synced_seconds": told["seconds"] + time.perf_counter() - begin}
+            return {**figures, "synced_seconds": figures["seconds"] + time.perf_counter() - begin}
         finally:
             os.close(fd)
 
@@ -203,9 +203,12 @@ class YardStick:
         nbytes = min(self._nbytes, path.stat().st_size)
         if fio.version() is not None:
             chunk_bytes = min(self._options.chunk_bytes, nbytes)
-            told = fio.run(kind, str(path), nbytes, chunk_bytes, self._options.queue_depth, self._aio.backend)
+            figures = fio.run(kind, str(path), nbytes, chunk_bytes, self._options.queue_depth, self._aio.backend)
             # It leaves out what is no whole block at the end.
-            return {**told, "seconds": told["seconds"] * nbytes / (told["read_bytes"] + told["write_bytes"])}
+            return {
+                **figures,
+                "seconds": figures["seconds"] * nbytes / (figures["read_bytes"] + figures["write_bytes"]),
+            }
         fd, memory = self._open(path), tensor_over(map_host(LANES * LANE_BYTES)).random_()
         try:
             begin = time.perf_counter()
@@ -216,13 +219,13 @@ class YardStick:
             os.close(fd)
 
     async def _move(self, kind: str, fd: int, buffers: Sequence[torch.Tensor], nbytes: int) -> None:
-        async def lane(number: int) -> None:
+        async def move_lane(number: int) -> None:
             is_read = kind == "read" or (kind == "mixed" and number % 2 == 0)
             for offset in range(number * LANE_BYTES, nbytes, LANES * LANE_BYTES):
                 part = buffers[number][: min(LANE_BYTES, nbytes - offset)]
                 await (self._aio.read if is_read else self._aio.write)(fd, offset, part, "yardstick", "yardstick")
 
-        await asyncio.gather(*(lane(number) for number in range(LANES)))
+        await asyncio.gather(*(move_lane(number) for number in range(LANES)))
 
     def __enter__(self) -> YardStick:
         """Itself."""
@@ -267,7 +270,7 @@ def run_worker(
     return figures
 
 
-def check_loaded(who: str, figures: Mapping[str, Any]) -> None:
+def check_loaded(name: str, figures: Mapping[str, Any]) -> None:
     """Raise RivalMissing when what was resumed is not what was saved."""
     if figures["loss"] != figures["saved_loss"]:
-        raise RivalMissing(f"{who} resumed with loss {figures['loss']}, it was saved with {figures['saved_loss']}")
+        raise RivalMissing(f"{name} resumed with loss {figures['loss']}, it was saved with {figures['saved_loss']}")

@@ -47,7 +47,7 @@ def corpus_of(sequence: int) -> Any:
     return module.load_corpus(None, sequence)
 
 
-def trained(corpus: Any, steps: int) -> GPT:
+def train(corpus: Any, steps: int) -> GPT:
     """In plain torch."""
     torch.manual_seed(0)
     model, generator = GPT(SHAPE), torch.Generator().manual_seed(0)
@@ -81,7 +81,7 @@ def ask(report: Report, options: argparse.Namespace) -> None:
     """Train once, and measure each."""
     corpus = corpus_of(SHAPE.sequence)
     batches = corpus.held_out_batches(HELD_OUT_BYTES, SHAPE.batch, SHAPE.sequence)
-    model = trained(corpus, options.steps)
+    model = train(corpus, options.steps)
     rows = {}
     for name, codes in CODES.items():
         coded = copy.deepcopy(model).bfloat16()

@@ -148,11 +148,11 @@ def measure(
     complaints: list[str | None] = []
     while complaints.count(None) < rounds and len(tried) < rounds * tries_per_round:
         order = list(present) if len(tried) % 2 == 0 else list(present)[::-1]
-        done = {}
+        runs = {}
         for candidate in order:
             time.sleep(pause_seconds)
-            done[candidate] = run_once(present[candidate], disk)
-        tried.append({candidate: done[candidate] for candidate in present})
+            runs[candidate] = run_once(present[candidate], disk)
+        tried.append({candidate: runs[candidate] for candidate in present})
         complaints = [next((c for rule in rules if (c := rule(r, tried))), None) for r in tried]
     return Series(name, tried, complaints, missing, rounds)
 
@@ -163,14 +163,14 @@ def run_once(candidate: Candidate, disk: Path | str | None = None) -> Run:
     figures = dict(candidate() or {})
     wall, cpu = time.perf_counter() - begin, cpu_seconds() - cpu_before
     disk_after = machine.read_disk(disk)
-    moved = None if disk_before is None or disk_after is None else disk_after.since(disk_before)
-    return Run(float(figures.pop("seconds", wall)), wall, cpu, figures.pop("disk", moved), figures)
+    moved_bytes = None if disk_before is None or disk_after is None else disk_after.since(disk_before)
+    return Run(float(figures.pop("seconds", wall)), wall, cpu, figures.pop("disk", moved_bytes), figures)
 
 
 def cpu_seconds() -> float:
     """CPU time of this process and of its ended children."""
-    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+    process, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return process.ru_utime + process.ru_stime + children.ru_utime + children.ru_stime
 
 
 def compute_contended(name: str, threads: int = 2) -> Rule:
@@ -193,7 +193,7 @@ def floor_deviates(name: str, by: float = FLOOR_DEVIATION_MAX) -> Rule:
     def rule(this: Round, tried: Sequence[Round]) -> str | None:
         if name not in this:
             return None
-        fastest = min(other[name].seconds for other in tried)
+        fastest = min(earlier[name].seconds for earlier in tried)
         if this[name].seconds <= by * fastest:
             return None
         return f"{name}: {this[name].seconds:.3f} s, the fastest round {fastest:.3f} s"
@@ -267,8 +267,8 @@ class Report:
         """Print a ratio, and whether it meets its bound if it has one."""
         summary = summarize(values)
         verdict = verdict_of(summary.median, at_least, at_most)
-        given = ((sign, bound) for sign, bound in ((">=", at_least), ("<=", at_most)) if bound is not None)
-        bound = " and ".join(f"{sign} {value:g}" for sign, value in given)
+        bounds = ((sign, bound) for sign, bound in ((">=", at_least), ("<=", at_most)) if bound is not None)
+        bound = " and ".join(f"{sign} {value:g}" for sign, value in bounds)
         print(f"{what:<53} {summary}  {'must be ' + bound if bound else ''} {verdict}".rstrip(), flush=True)
         entry = dataclasses.asdict(summary)
         self.marks.append({"what": what, **entry, "at_least": at_least, "at_most": at_most, "verdict": verdict})
@@ -314,8 +314,10 @@ def line_of(runs: Sequence[Run], moved_bytes: int) -> str:
         text += f" {moved_bytes / statistics.median(seconds) / 1e9:6.2f} GB/s"
     disks = [run.disk for run in runs if run.disk is not None]
     if disks:
-        read, written = (statistics.median(getattr(d, f"{op}_bytes") for d in disks) for op in ("read", "write"))
-        text += f"  kernel: {read / 1e9:.3f} GB read, {written / 1e9:.3f} GB written"
+        read_bytes, write_bytes = (
+            statistics.median(getattr(d, f"{op}_bytes") for d in disks) for op in ("read", "write")
+        )
+        text += f"  kernel: {read_bytes / 1e9:.3f} GB read, {write_bytes / 1e9:.3f} GB written"
     return text
 
 
@@ -329,8 +331,8 @@ def parser(doc: str | None, *, rounds: int = PAIRS_MIN, disk: bool = False) -> a
     return parsed
 
 
-def _folder(given: str) -> Path:
-    path = Path(given)
+def _folder(text: str) -> Path:
+    path = Path(text)
     path.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -346,17 +348,17 @@ def run_child(
         RivalMissing: it failed; the text has its exit status and the end of what it said.
     """
     command = [*prefix, sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})}, check=False)
-    lines = done.stdout.strip().splitlines()
+    process = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})}, check=False)
+    lines = process.stdout.strip().splitlines()
     try:
-        if done.returncode == 0 and lines:
+        if process.returncode == 0 and lines:
             return dict(json.loads(lines[-1]))
     except ValueError:
         pass
     # What a launcher of ranks adds says nothing that the first rank that failed did not.
-    errors = re.split(LAUNCHER_SAYS, done.stderr, maxsplit=1, flags=re.MULTILINE)[0]
-    said = " | ".join((errors.strip() or done.stdout.strip()).splitlines()[-3:])
-    raise RivalMissing(_without_folders(f"{' '.join(arguments[:3])} ended with status {done.returncode}: {said}"))
+    errors = re.split(LAUNCHER_SAYS, process.stderr, maxsplit=1, flags=re.MULTILINE)[0]
+    output = " | ".join((errors.strip() or process.stdout.strip()).splitlines()[-3:])
+    raise RivalMissing(_without_folders(f"{' '.join(arguments[:3])} ended with status {process.returncode}: {output}"))
 
 
 def _without_folders(text: str) -> str:

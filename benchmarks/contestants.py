@@ -29,7 +29,7 @@ def training_config(
     tier: str, path: Path | str, shape: Shape, *, bf16: bool = True, micro_batches: int = 1
 ) -> dict[str, Any]:
     """The JSON that both engines get: weights and optimizer states on `tier`, AdamW, clipping."""
-    where = {"device": tier, **({"nvme_path": str(path)} if tier == "nvme" else {})}
+    offload = {"device": tier, **({"nvme_path": str(path)} if tier == "nvme" else {})}
     return {
         "train_micro_batch_size_per_gpu": shape.batch,
         "gradient_accumulation_steps": micro_batches,
@@ -38,8 +38,8 @@ def training_config(
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
         "zero_optimization": {
             "stage": 3,
-            "offload_param": dict(where),
-            "offload_optimizer": dict(where),
+            "offload_param": dict(offload),
+            "offload_optimizer": dict(offload),
             "stage3_param_persistence_threshold": 0,
         },
     }
@@ -83,10 +83,14 @@ def rival_config(
 
 def rival_settings(tier: str) -> dict[str, dict[str, Any]]:
     """What DeepSpeed is tried with, by name. Only its NVMe path can be pipelined."""
-    best = {name: dict(given) for name, given in BEST_SETTINGS.items() if tier == "nvme" or not given}
+    best = {name: dict(settings) for name, settings in BEST_SETTINGS.items() if tier == "nvme" or not settings}
     sizes = [numel for numel in SUB_GROUP_SIZES if numel != RIVAL_SUB_GROUP_NUMEL]  # that one is "default"
-    found = {**best, **{f"sub_group_size {numel:,}": {"sub_group_size": numel} for numel in sizes}}
-    return {**found, "leanest": {name: min(SUB_GROUP_SIZES) for name in OF_ZERO}} if tier == "nvme" else found
+    settings_by_name = {**best, **{f"sub_group_size {numel:,}": {"sub_group_size": numel} for numel in sizes}}
+    return (
+        {**settings_by_name, "leanest": {name: min(SUB_GROUP_SIZES) for name in OF_ZERO}}
+        if tier == "nvme"
+        else settings_by_name
+    )
 
 
 def add_arguments(parsed: argparse.ArgumentParser, *, shape: str = "336M", warmup: int = 3, steps: int = 4) -> None:
@@ -172,10 +176,10 @@ def floor_contended(name: str, threads: int = 2) -> Rule:
 
     def rule(this: Round, tried: Sequence[Round]) -> str | None:
         run = this[name]
-        used = run.figures["cpu_seconds_per_step"]
-        if run.seconds * threads <= COMPUTE_WALL_MAX * used:
+        cpu_seconds = run.figures["cpu_seconds_per_step"]
+        if run.seconds * threads <= COMPUTE_WALL_MAX * cpu_seconds:
             return None
-        return f"{name}: {run.seconds:.3f} s a step for {used:.3f} CPU seconds on {threads} threads"
+        return f"{name}: {run.seconds:.3f} s a step for {cpu_seconds:.3f} CPU seconds on {threads} threads"
 
     return rule
 

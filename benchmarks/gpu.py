@@ -116,7 +116,7 @@ def quick_initialisation() -> Iterator[None]:
 
 
 class StreamWaits:
-    """How long the stream that computes waits for the engine's fences: a timed mark before and behind every wait.
+    """How long the stream that computes waits for the engine's events: a timed event before and after every wait.
 
     Inside it counts what the calling thread's current stream is made to wait for; nothing where there are no streams.
     """
@@ -124,27 +124,27 @@ class StreamWaits:
     def __init__(self, device: torch.device) -> None:
         self._module, self._marks = module_of(device), deque[tuple[Any, Any]]()
         self._computing = self._module.current_stream(device)
-        self._patch = mock.patch.object(DeviceStreams, "wait_events", self._around(DeviceStreams.wait_events))
+        self._patch = mock.patch.object(DeviceStreams, "wait_events", self._wrap(DeviceStreams.wait_events))
 
-    def _around(self, wait: Callable[..., None]) -> Callable[..., None]:
-        def timed(streams: DeviceStreams, *fences: Any) -> None:
-            if not any(fences) or self._module.current_stream() != self._computing:
-                return wait(streams, *fences)
-            before, behind = (self._module.Event(enable_timing=True) for _ in range(2))
+    def _wrap(self, wait: Callable[..., None]) -> Callable[..., None]:
+        def wait_and_record(streams: DeviceStreams, *events: Any) -> None:
+            if not any(events) or self._module.current_stream() != self._computing:
+                return wait(streams, *events)
+            before, after = (self._module.Event(enable_timing=True) for _ in range(2))
             before.record()
-            wait(streams, *fences)
-            behind.record()
-            self._marks.append((before, behind))
+            wait(streams, *events)
+            after.record()
+            self._marks.append((before, after))
             return None
 
-        return timed
+        return wait_and_record
 
     def seconds(self) -> float:
         """Since the last call. The device must be idle."""
         total = 0.0
         while self._marks:
-            before, behind = self._marks.popleft()
-            total += before.elapsed_time(behind) / 1000
+            before, after = self._marks.popleft()
+            total += before.elapsed_time(after) / 1000
         return total
 
     def __enter__(self) -> StreamWaits:

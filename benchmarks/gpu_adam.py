@@ -54,11 +54,11 @@ def copy(device: torch.device, nbytes: int) -> Callable[[], None]:
 def cast_sumsq(device: torch.device, numel: int) -> Callable[[], None]:
     """bf16 to bf16 with the block sums: 4 bytes per parameter."""
     source, target = (torch.ones(numel, dtype=torch.bfloat16, device=device) for _ in range(2))
-    into = kernels.block_sumsq(source)
+    sums = kernels.block_sumsq(source)
 
     def run() -> None:
         for _ in range(LAUNCHES):
-            kernels.cast_sumsq(target, source, 0.5, into)
+            kernels.cast_sumsq(target, source, 0.5, sums)
         torch.cuda.synchronize()
 
     return run

@@ -49,7 +49,7 @@ class Part:
         name: of the part, and of its JSON if it is a question.
         command: words, in which {results}, {disk} and {seconds} are filled in; Python's own begin with "-".
         seconds: it has at most.
-        kept_seconds: of the whole that those before leave to it.
+        kept_seconds: of all the time, what those before leave to it.
     """
 
     name: str
@@ -123,7 +123,7 @@ class Check:
                 self._write(part.name)
                 self._one(part, limit_of(self._parts, index, self._end - time.monotonic()), log)
                 self._write(None)
-        failed = [done for done in self._done if done["status"] != "passed" and "skipped" not in done["status"]]
+        failed = [entry for entry in self._done if entry["status"] != "passed" and "skipped" not in entry["status"]]
         return 1 if failed else 0
 
     def _one(self, part: Part, limit: float, log: IO[str]) -> None:
@@ -139,9 +139,9 @@ class Check:
         else:
             status = self._ending(part, limit, log)
         seconds = time.monotonic() - begin
-        with open(log.name, encoding="utf-8", errors="replace") as said:
-            said.seek(first_byte)
-            lines = said.read().splitlines()
+        with open(log.name, encoding="utf-8", errors="replace") as written:
+            written.seek(first_byte)
+            lines = written.read().splitlines()
         print("\n".join([*lines[-LINES_SHOWN:], f"{part.name}: {status}, {seconds:.0f} s"]), flush=True)
         entry = {"part": part.name, "status": status, "seconds": round(seconds, 1), "last_lines": lines[-LINES_SHOWN:]}
         self._done.append(entry)
@@ -171,7 +171,7 @@ class Check:
 
     def summary(self) -> str:
         """One line a part, then one a mark."""
-        lines = [f"{done['part']:<10} {done['status']:<24} {done['seconds']:6.1f} s" for done in self._done]
+        lines = [f"{entry['part']:<10} {entry['status']:<24} {entry['seconds']:6.1f} s" for entry in self._done]
         for part in self._parts:
             file = self._results / f"{part.name}.json"
             if file.exists():
@@ -230,8 +230,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     for folder in (options.results, options.disk or options.results):
         folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=ROOT, prefix="gpu_check_") as own:
-        disk = Path(own) if options.disk is None else options.disk.resolve()
+    with tempfile.TemporaryDirectory(dir=ROOT, prefix="gpu_check_") as own_folder:
+        disk = Path(own_folder) if options.disk is None else options.disk.resolve()
         seconds = float(os.environ.get("GPU_CHECK_SECONDS", SECONDS))
         check = Check(PARTS, options.results.resolve(), disk, seconds)
         try:

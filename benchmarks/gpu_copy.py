@@ -1,6 +1,6 @@
 """How near are copies between our pinned host memory and a GPU to what PCIe gives, that is to large runtime copies?
 
-Ours go through the arena's memory (mapped on huge pages, then registered) and the engine's own streams, with a fence
+Ours go through the pool's memory (mapped on huge pages, then registered) and the engine's own streams, with an event
 each. What PCIe gives is cudaMemcpyAsync of 256 MiB, in memory that the runtime has allocated itself; its copies of our
 size stand beside, and say how much of a distance is the size's. Exits with status 2 where there is no GPU.
 """
@@ -32,7 +32,7 @@ MUST = 0.95
 def ours(
     device: torch.device, transfer_bytes: int, total_bytes: int, direction: str, until: ExitStack
 ) -> Callable[[], None]:
-    """One run moves `total_bytes` in transfers of `transfer_bytes`; the memory is kept until `until` ends."""
+    """One run moves `total_bytes` in transfers of `transfer_bytes`; the memory is freed when `until` ends."""
     streams = DeviceStreams(device)
     host = BlockPool("host", 2 * transfer_bytes, "none", torch.device("cpu"), pinned=True)
     memory = BlockPool("device", 2 * transfer_bytes, "none", device)
@@ -42,13 +42,13 @@ def ours(
     devices = [memory.allocate(transfer_bytes, "benchmark").data for _ in range(2)]
 
     async def run() -> None:
-        fences = []
+        events = []
         for _ in range(total_bytes // transfer_bytes):
             if direction != "to the host":
-                fences.append(streams.copy_to_device(devices[0], hosts[0]))
+                events.append(streams.copy_to_device(devices[0], hosts[0]))
             if direction != "to the device":
-                fences.append(streams.copy_to_host(hosts[1], devices[1]))
-        await streams.synchronize(*fences[-2:])
+                events.append(streams.copy_to_host(hosts[1], devices[1]))
+        await streams.synchronize(*events[-2:])
 
     return lambda: asyncio.run(run())
 

@@ -30,12 +30,12 @@ class Rates:
     def from_files(cls, files: Iterable[Path]) -> Rates:
         """The "rates" among the figures of these questions' JSON; files that are not there say nothing."""
         names = {field.name for field in fields(cls)}
-        found: dict[str, float] = {}
+        known_rates: dict[str, float] = {}
         for file in files:
             if file.exists():
                 rates = json.loads(file.read_text(encoding="utf-8"))["figures"].get("rates", {})
-                found.update({name: rate for name, rate in rates.items() if name in names})
-        return cls(**found)
+                known_rates.update({name: rate for name, rate in rates.items() if name in names})
+        return cls(**known_rates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +88,12 @@ def floors(work: Work, rates: Rates) -> dict[str, float | None]:
     }
 
 
-def slowest(found: Mapping[str, float | None]) -> tuple[str, float] | None:
+def slowest(seconds_by_name: Mapping[str, float | None]) -> tuple[str, float] | None:
     """What bounds the step, and its seconds: the floor; None where nothing is known."""
-    known = [(seconds, name) for name, seconds in found.items() if seconds]
-    if not known:
+    candidates = [(seconds, name) for name, seconds in seconds_by_name.items() if seconds]
+    if not candidates:
         return None
-    seconds, name = max(known)
+    seconds, name = max(candidates)
     return name, seconds
 
 

@@ -83,24 +83,28 @@ TIERS = {
 }
 TIERS["tiny"] = TIERS["1B"]
 """In the order of their interest: the last ones may find no time left. DeepSpeed has the JSON of ours and page-locked
-host memory, which it uses when told to, but for its defaults."""
+host memory, which it uses if configured so, except with its defaults."""
 TRACED = ("ours, cpu, 4 micro-batches", "ours, 8 B on 24 GB")
 
 
-def config_of(how: Tiers, path: Path, batch: int, device_bytes: int | None) -> dict[str, Any]:
+def config_of(tiers: Tiers, path: Path, batch: int, device_bytes: int | None) -> dict[str, Any]:
     """The engine's JSON."""
 
-    def on(tier: str) -> dict[str, Any]:
-        pinned = {} if how.module == WORKER or how.name.endswith("defaults") else {"pin_memory": True}
+    def offload_to(tier: str) -> dict[str, Any]:
+        pinned = {} if tiers.module == WORKER or tiers.name.endswith("defaults") else {"pin_memory": True}
         return {"device": tier, **pinned, **({"nvme_path": str(path)} if tier == "nvme" else {})}
 
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": batch,
-        "gradient_accumulation_steps": how.micro_steps,
+        "gradient_accumulation_steps": tiers.micro_steps,
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
-        "zero_optimization": {"stage": 3, "offload_param": on(how.weights), "offload_optimizer": on(how.states)},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": offload_to(tiers.weights),
+            "offload_optimizer": offload_to(tiers.states),
+        },
     }
     return config if device_bytes is None else {**config, "memory_budget": {"device": device_bytes}}
 
@@ -110,34 +114,34 @@ def contestants(options: argparse.Namespace, trace: Path | None = None) -> list[
     shape, path = SHAPES[options.shape], Path(options.path).resolve()
     common = {"shape": asdict(shape), "warmup": options.warmup, "steps": options.steps, "path": str(path)}
     device_bytes = DEVICE_BUDGET_BYTES.get(options.shape)
-    found = []
-    for how in TIERS[options.shape]:
-        spec = {**common, "contestant": "ours", "config": config_of(how, path, shape.batch, device_bytes)}
-        if how.states == "nvme":  # a step takes seconds
+    chosen = []
+    for tiers in TIERS[options.shape]:
+        spec = {**common, "contestant": "ours", "config": config_of(tiers, path, shape.batch, device_bytes)}
+        if tiers.states == "nvme":  # a step takes seconds
             spec |= {"warmup": 1, "steps": max(options.steps // 4, 1)}
-        if how.module == DEEPSPEED:
-            operators = ["cpu_adam", "async_io"] if how.states == "nvme" else ["cpu_adam"]
+        if tiers.module == DEEPSPEED:
+            operators = ["cpu_adam", "async_io"] if tiers.states == "nvme" else ["cpu_adam"]
             spec |= {"contestant": "deepspeed", "operators": operators, "recomputing": True}
-        spec["trace"] = str(trace) if trace is not None and how.name in TRACED else None
+        spec["trace"] = str(trace) if trace is not None and tiers.name in TRACED else None
         spec["llama"] = LLAMAS["8B"] if options.shape == "8B" else None
-        found.append(Contestant(how.name, spec, how.share, how.module))
+        chosen.append(Contestant(tiers.name, spec, tiers.share, tiers.module))
     if options.shape == "8B":
-        return found
+        return chosen
     rivals = [("FSDP2, fp32 masters", "float32"), ("FSDP2, all bf16", "bfloat16")]
     return [
         Contestant(PLAIN, {**common, "contestant": "plain"}, 0.3),
-        *found,
+        *chosen,
         *(Contestant(name, {**common, "dtype": dtype}, 0.7, FSDP2) for name, dtype in rivals),
     ]
 
 
 def run(contestant: Contestant, seconds: float) -> dict[str, Any]:
-    """What it said within `seconds`: its figures, or with "why" those of the steps it has done."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+    """What it printed within `seconds`: its figures, or with "why" those of the steps it has done."""
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         child = subprocess.Popen(
             [sys.executable, "-m", contestant.module, json.dumps(contestant.spec)],
-            stdout=out,
-            stderr=err,
+            stdout=stdout,
+            stderr=stderr,
             env={**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
         )
         try:
@@ -146,15 +150,15 @@ def run(contestant: Contestant, seconds: float) -> dict[str, Any]:
             child.kill()
             child.wait()
             why = f"not done after {seconds:.0f} s"
-        out.seek(0)
-        err.seek(0)
-        return summarize(out.read(), err.read(), why)
+        stdout.seek(0)
+        stderr.seek(0)
+        return summarize(stdout.read(), stderr.read(), why)
 
 
-def summarize(said: str, complaints: str, why: str) -> dict[str, Any]:
-    """The figures of a contestant from its JSON lines: of the whole, and what each step told."""
+def summarize(output: str, complaints: str, why: str) -> dict[str, Any]:
+    """The figures of a contestant from its JSON lines: of all of it, and what each step reported."""
     steps, by_name = [], dict[str, dict[str, Any]]()
-    for line in said.splitlines():
+    for line in output.splitlines():
         try:
             event = json.loads(line)
         except ValueError:
@@ -166,7 +170,7 @@ def summarize(said: str, complaints: str, why: str) -> dict[str, Any]:
             steps.append(event)
         else:
             by_name[name] = event
-    found = {
+    figures = {
         **by_name.get("done", {}),
         "plan": by_name.get("plan"),
         "ready_seconds": by_name.get("ready", {}).get("seconds"),
@@ -175,52 +179,59 @@ def summarize(said: str, complaints: str, why: str) -> dict[str, Any]:
         "steps": steps,
     }
     if "refused" in by_name:
-        found["why"] = f"it does not fit: {by_name['refused']['why']}"
+        figures["why"] = f"it does not fit: {by_name['refused']['why']}"
     elif "done" not in by_name:
         complaint = " | ".join(complaints.strip().splitlines()[-3:])
-        found["why"] = re.sub(r"\S*/site-packages/", "", f"{why}: {complaint}")  # no folders of this machine
-    return found
+        figures["why"] = re.sub(r"\S*/site-packages/", "", f"{why}: {complaint}")  # no folders of this machine
+    return figures
 
 
-def median_of(found: dict[str, Any], figure: str) -> float | None:
-    """Of a figure that its steps told; None where none did."""
-    values = [step[figure] for step in found["steps"] if figure in step]
+def median_of(figures: dict[str, Any], figure: str) -> float | None:
+    """Of a figure that its steps reported; None where none did."""
+    values = [step[figure] for step in figures["steps"] if figure in step]
     return statistics.median(values) if values else None
 
 
 def judge_floor(
-    report: Report, name: str, found: dict[str, Any], micro_steps: int, compute: float | None, rates: Rates
+    report: Report, name: str, figures: dict[str, Any], micro_steps: int, compute: float | None, rates: Rates
 ) -> None:
     """One of ours against its floor; stalls have a bound where the computation alone bounds the step."""
-    if not found["step_seconds"] or not found["plan"]:
+    if not figures["step_seconds"] or not figures["plan"]:
         return
-    parts = floors(work_of(found["plan"]["traffic"], micro_steps, compute), rates)
-    bound = slowest(parts)
-    report.figure(f"{name}: floors", parts, ", ".join(f"{k} {v:.3f} s" for k, v in parts.items() if v))
-    for what in ("exposed_wait_seconds", "device_wait_seconds"):
-        shares = [step[what] / step["seconds"] for step in found["steps"] if what in step]
+    seconds_by_name = floors(work_of(figures["plan"]["traffic"], micro_steps, compute), rates)
+    bound = slowest(seconds_by_name)
+    report.figure(
+        f"{name}: floors", seconds_by_name, ", ".join(f"{k} {v:.3f} s" for k, v in seconds_by_name.items() if v)
+    )
+    for wait in ("exposed_wait_seconds", "device_wait_seconds"):
+        shares = [step[wait] / step["seconds"] for step in figures["steps"] if wait in step]
         hidden = bound is not None and bound[0] == "compute"
         if shares:
-            report.mark(f"{name}: {what} / step", shares, at_most=STALL_MARK if hidden else None)
+            report.mark(f"{name}: {wait} / step", shares, at_most=STALL_MARK if hidden else None)
     if bound is not None:
-        where, seconds = bound
-        report.mark(f"{name}: step / floor ({where})", [taken / seconds for taken in found["step_seconds"]])
+        resource, seconds = bound
+        report.mark(
+            f"{name}: step / floor ({resource})", [step_seconds / seconds for step_seconds in figures["step_seconds"]]
+        )
 
 
 def judge(report: Report, newest: str, results: dict[str, dict[str, Any]], shape: str, rates: Rates) -> None:
     """What can be said now that the newest contestant has run."""
-    found, plain = results[newest], results.get(PLAIN)
-    for how in TIERS[shape]:
-        if how.name == newest and how.module == WORKER:
+    figures, plain = results[newest], results.get(PLAIN)
+    for tiers in TIERS[shape]:
+        if tiers.name == newest and tiers.module == WORKER:
             compute = median_of(plain, "compute_seconds") if plain else None
-            judge_floor(report, newest, found, how.micro_steps, compute, rates)
-    peak = max((step.get("peak_reserved_bytes", 0) for step in found["steps"]), default=0)
+            judge_floor(report, newest, figures, tiers.micro_steps, compute, rates)
+    peak = max((step.get("peak_reserved_bytes", 0) for step in figures["steps"]), default=0)
     if shape == "8B" and peak:
         report.mark("8 B: peak device memory / 24 GB", [peak / DEVICE_LIMIT_BYTES], at_most=1.0)
-    for mine, rival in PAIRS:
-        ours, theirs = (results.get(name, {}).get("step_seconds") for name in (mine, rival))
-        if newest in (mine, rival) and ours and theirs:
-            report.mark(f"step time, {mine} / {rival}", [seconds / statistics.median(theirs) for seconds in ours])
+    for our_name, rival in PAIRS:
+        our_seconds, rival_seconds = (results.get(name, {}).get("step_seconds") for name in (our_name, rival))
+        if newest in (our_name, rival) and our_seconds and rival_seconds:
+            report.mark(
+                f"step time, {our_name} / {rival}",
+                [seconds / statistics.median(rival_seconds) for seconds in our_seconds],
+            )
 
 
 def keep_trace(report: Report, recorded: Path, target: Path | None) -> None:
@@ -235,21 +246,21 @@ def keep_trace(report: Report, recorded: Path, target: Path | None) -> None:
         target.write_bytes(packed)
 
 
-def show(report: Report, name: str, found: dict[str, Any]) -> None:
+def show(report: Report, name: str, figures: dict[str, Any]) -> None:
     """Keep all its figures, print the first ones."""
-    if "why" in found:
-        report.lack(name, found["why"])
-    times = found["step_seconds"]
+    if "why" in figures:
+        report.lack(name, figures["why"])
+    times = figures["step_seconds"]
     text = f"{statistics.median(times):.3f} s" if times else "no step"
     for figure, label in (
         *(("exposed_wait_seconds", "waited"), ("device_wait_seconds", "device waited")),
         *(("gathered_bytes", "to the device"), ("peak_reserved_bytes", "peak device memory")),
         *(("nvme_read_bytes", "read"), ("nvme_write_bytes", "written")),
     ):
-        value = median_of(found, figure)
+        value = median_of(figures, figure)
         if value:
             text += f", {label} {value:.3f} s" if figure.endswith("seconds") else f", {label} {value / 1e9:.2f} GB"
-    report.figure(name, found, text)
+    report.figure(name, figures, text)
 
 
 def main() -> None:
@@ -280,12 +291,12 @@ def ask(report: Report, options: argparse.Namespace) -> None:
             by_name = {contestant.name: replace(contestant, share=1.0) for contestant in chosen}
             chosen = [by_name[name] for name in options.only]
         for contestant in chosen:
-            left = end - time.monotonic()
-            if left < 10:
+            left_seconds = end - time.monotonic()
+            if left_seconds < 10:
                 report.lack(contestant.name, "no time left")
                 continue
-            found = results[contestant.name] = run(contestant, left * contestant.share)
-            show(report, contestant.name, found)
+            figures = results[contestant.name] = run(contestant, left_seconds * contestant.share)
+            show(report, contestant.name, figures)
             keep_trace(report, recorded, options.trace)
             judge(report, contestant.name, results, options.shape, rates)
             report.finish()

@@ -38,7 +38,7 @@ COUNTED = (
     "nvme_read_bytes",
     "nvme_write_bytes",
 )
-"""Of the engine's statistics, told for each step."""
+"""Of the engine's statistics, reported for each step."""
 
 
 def tell_plan(spec: dict[str, Any]) -> None:
@@ -82,10 +82,10 @@ def ours(spec: dict[str, Any]) -> None:
             engine.backward(engine(samples.next()))
             engine.step()
         synchronize()
-        now = engine.statistics()
-        told = {name: getattr(now, name) - getattr(before, name) for name in COUNTED}
-        before = now
-        return {**told, "device_wait_seconds": waits.seconds(), **device_figures()}
+        after = engine.statistics()
+        figures = {name: getattr(after, name) - getattr(before, name) for name in COUNTED}
+        before = after
+        return {**figures, "device_wait_seconds": waits.seconds(), **device_figures()}
 
     with engine, StreamWaits(engine.device) as waits:
         tell_done(timed_steps(step, warmup=spec["warmup"], steps=spec["steps"], path=spec["path"]))

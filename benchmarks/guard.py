@@ -86,11 +86,11 @@ class Contestant:
 
 
 QUESTIONS = {
-    "lean on NVMe": lambda one: one.step("nvme"),
-    "auto": lambda one: one.step("nvme", {"host": "auto"}),
-    "host memory": lambda one: one.step("cpu"),
-    "two ranks": lambda one: one.ranks(),
-    "checkpoint": lambda one: one.checkpoint(),
+    "lean on NVMe": lambda contestant: contestant.step("nvme"),
+    "auto": lambda contestant: contestant.step("nvme", {"host": "auto"}),
+    "host memory": lambda contestant: contestant.step("cpu"),
+    "two ranks": lambda contestant: contestant.ranks(),
+    "checkpoint": lambda contestant: contestant.checkpoint(),
 }
 
 

@@ -21,13 +21,13 @@ NAMES = {
 """What `largest_model` trained, in a table and in a picture."""
 
 
-def kept(name: str) -> dict[str, Any]:
+def load_result(name: str) -> dict[str, Any]:
     """The result of that name; raises FileNotFoundError."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return found
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return result
 
 
-def counted(series: Mapping[str, Any]) -> list[dict[str, Any]]:
+def counted_rounds(series: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rounds of a series that count: the undisturbed ones, or all if those are too few."""
     rounds = zip(series["tried"], series["complaints"], strict=True)
     return list(series["tried"]) if series["is_contended"] else [r for r, complaint in rounds if complaint is None]
@@ -41,7 +41,7 @@ def machine_of(results: Iterable[Mapping[str, Any]]) -> str:
     machine = max(machines, key=lambda m: sum(version is not None for version in m["versions"].values()))
     versions = [f"{name} {version}" for name, version in sorted(machine["versions"].items()) if version is not None]
     memory = f"{machine['memory_bytes'] / 1e9:.0f} GB of memory"
-    cores = " or of an ".join(dict.fromkeys(each["cpu"] for each in machines))
+    cores = " or of an ".join(dict.fromkeys(result_machine["cpu"] for result_machine in machines))
     return ", ".join([f"{machine['cores']} cores of an {cores}", memory, *versions])
 
 
@@ -68,16 +68,16 @@ def large_runs(results: Iterable[Mapping[str, Any]]) -> list[LargeRun]:
 
     Of a model that several results have, the first counts.
     """
-    found: list[LargeRun] = []
+    runs: list[LargeRun] = []
     for result in results:
         ratios = {mark["what"].partition(":")[0]: mark["median"] for mark in result["marks"]}
         for series in result["series"]:
             name = series["name"]
-            if "ours" not in series["tried"][0] or any(earlier.name == name for earlier in found):
+            if "ours" not in series["tried"][0] or any(earlier.name == name for earlier in runs):
                 continue
-            run = counted(series)[0]["ours"]
+            run = counted_rounds(series)[0]["ours"]
             figures = run["figures"]
-            found.append(
+            runs.append(
                 LargeRun(
                     name=name,
                     limit_gib=RUNS[name].limit_gib if name in RUNS else result["options"]["limit_gib"],
@@ -90,7 +90,7 @@ def large_runs(results: Iterable[Mapping[str, Any]]) -> list[LargeRun]:
                     is_full=figures.get("trained_parameters") == figures.get("parameters"),
                 )
             )
-    return sorted(found, key=lambda run: (not run.is_full, -run.trained_numel))
+    return sorted(runs, key=lambda run: (not run.is_full, -run.trained_numel))
 
 
 def full_runs(results: Iterable[Mapping[str, Any]]) -> list[LargeRun]:
@@ -108,7 +108,7 @@ def _numel_of(result: Mapping[str, Any], name: str) -> int:
 def rival_outcomes(results: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, float, str]]:
     """(parameters, GiB, what became of it) of each size that DeepSpeed was tried with."""
     for result in results:
-        for what, found in result["figures"].items():
-            if size := re.fullmatch(r"deepspeed \S+ \(([\d,]+) M\) in ([\d.]+) GiB", what):
-                outcomes = sorted({value for value in found.values() if isinstance(value, str)})
+        for name, outcomes_by_setting in result["figures"].items():
+            if size := re.fullmatch(r"deepspeed \S+ \(([\d,]+) M\) in ([\d.]+) GiB", name):
+                outcomes = sorted({value for value in outcomes_by_setting.values() if isinstance(value, str)})
                 yield int(size[1].replace(",", "")) * 1_000_000, float(size[2]), " or ".join(outcomes)

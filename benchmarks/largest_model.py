@@ -68,9 +68,9 @@ def real_run(report: Report, bench: Bench, options: argparse.Namespace, name: st
     report.keep(series)
     figures = series.rounds[0]["ours"].figures
     plan = figures["baseline_rss_bytes"] + figures["plan_bytes"]["host"] + figures["plan_bytes"]["device"]
-    moved = {way: figures[f"nvme_{way}_bytes"] for way in ("read", "write")}
+    moved_bytes = {way: figures[f"nvme_{way}_bytes"] for way in ("read", "write")}
     seconds = series.rounds[0]["ours"].seconds
-    parts = {
+    facts = {
         f"{figures['parameters'] / 1e9:.2f} B parameters, {figures['trained_parameters'] / 1e9:.3f} B trained": "",
         f"in {run.limit_gib:g} GiB, killed": f"{kills}",
         "peak": f"{figures['peak_rss_bytes'] / 1e9:.2f} GB",
@@ -82,15 +82,15 @@ def real_run(report: Report, bench: Bench, options: argparse.Namespace, name: st
         "forward": f"{figures['forward_seconds']:.1f} s",
         "backward": f"{figures['backward_seconds']:.1f} s",
         "waiting for the disk": f"{figures['exposed_wait_seconds']:.1f} s",
-        "read": f"{moved['read'] / 1e9:.1f} GB",
-        "written": f"{moved['write'] / 1e9:.1f} GB",
+        "read": f"{moved_bytes['read'] / 1e9:.1f} GB",
+        "written": f"{moved_bytes['write'] / 1e9:.1f} GB",
     }
-    said = ", ".join(f"{what} {value}".strip() for what, value in parts.items())
-    report.figure(f"{name}: {run.shape}, {run.tuning}, {run.state_dtype} states", {"runs": True, "kills": kills}, said)
-    share = min(1.0, SAMPLE_BYTES / max(*moved.values(), 1))
+    text = ", ".join(f"{fact} {value}".strip() for fact, value in facts.items())
+    report.figure(f"{name}: {run.shape}, {run.tuning}, {run.state_dtype} states", {"runs": True, "kills": kills}, text)
+    share = min(1.0, SAMPLE_BYTES / max(*moved_bytes.values(), 1))
     floor = measure(
         f"{name}: byte floor",
-        {"disk": bench.disk_floor(moved["read"] * share, moved["write"] * share)},
+        {"disk": bench.disk_floor(moved_bytes["read"] * share, moved_bytes["write"] * share)},
         rounds=1,
         warmups=0,
     )
@@ -107,23 +107,28 @@ def ours(report: Report, bench: Bench, options: argparse.Namespace) -> None:
         bench.inside = group.prefix
         series = measure(options.shape, {"ours": bench.ours("nvme", budget)}, rounds=options.rounds, warmups=0)
         report.keep(series)
-        used = {"kills": group.kills, "peak_bytes": group.peak_bytes}
+        usage = {"kills": group.kills, "peak_bytes": group.peak_bytes}
     bench.inside = ()
     figures = series.rounds[0]["ours"].figures
     report.figure(
         f"{options.shape} ({bench.shape.numel / 1e9:.2f} B parameters) in {options.limit_gib:g} GiB",
-        {"runs": True, **used},
-        f"runs; peak resident {figures['peak_rss_bytes'] / 1e9:.2f} GB, {used['kills']} processes killed",
+        {"runs": True, **usage},
+        f"runs; peak resident {figures['peak_rss_bytes'] / 1e9:.2f} GB, {usage['kills']} processes killed",
     )
-    moved = {way: figures[f"nvme_{way}_bytes"] for way in ("read", "write")}
-    share = min(1.0, SAMPLE_BYTES / max(*moved.values(), 1))
+    moved_bytes = {way: figures[f"nvme_{way}_bytes"] for way in ("read", "write")}
+    share = min(1.0, SAMPLE_BYTES / max(*moved_bytes.values(), 1))
     floor = measure(
-        "byte floor", {"disk": bench.disk_floor(moved["read"] * share, moved["write"] * share)}, rounds=1, warmups=0
+        "byte floor",
+        {"disk": bench.disk_floor(moved_bytes["read"] * share, moved_bytes["write"] * share)},
+        rounds=1,
+        warmups=0,
     )
     report.keep(floor)
     floor_seconds = floor.median("disk") / share
     report.figure(
-        "bytes of a step alone [s]", floor_seconds, f"{floor_seconds:.1f} s for {sum(moved.values()) / 1e9:.1f} GB"
+        "bytes of a step alone [s]",
+        floor_seconds,
+        f"{floor_seconds:.1f} s for {sum(moved_bytes.values()) / 1e9:.1f} GB",
     )
     report.mark(
         f"{options.shape}: step / bytes of the step alone", series.ratios(lambda r: r["ours"].seconds / floor_seconds)
@@ -137,17 +142,17 @@ def rival(report: Report, bench: Bench, options: argparse.Namespace, shape: Shap
         report.lack("deepspeed", reason)
         return
     outcomes: dict[str, str] = {}
-    for what, settings in RIVAL_SETTINGS.items():
+    for setting, settings in RIVAL_SETTINGS.items():
         with MemoryCgroup(int(options.limit_gib * 2**30)) as group:
             bench.inside = group.prefix
             try:
                 candidates = {"deepspeed": bench.rival("nvme", settings, shape)}
-                report.keep(measure(f"deepspeed {name}, {what}", candidates, rounds=1, warmups=0))
-                outcomes[what] = "runs"
+                report.keep(measure(f"deepspeed {name}, {setting}", candidates, rounds=1, warmups=0))
+                outcomes[setting] = "runs"
             except RivalMissing as error:
-                outcomes[what] = "is killed" if group.kills else f"fails: {error}"
+                outcomes[setting] = "is killed" if group.kills else f"fails: {error}"
             bench.inside = ()
-    text = "; ".join(f"{what}: {outcome}" for what, outcome in outcomes.items())
+    text = "; ".join(f"{setting}: {outcome}" for setting, outcome in outcomes.items())
     report.figure(f"deepspeed {name} ({shape.numel / 1e6:,.0f} M) in {options.limit_gib:g} GiB", outcomes, text)
 
 

@@ -1,7 +1,7 @@
 """What every training contestant does inside its own process: warm-up, timed steps, counters, JSON lines.
 
-One line per step, so that a process which the kernel kills has still told how far it came, and a last one with
-the figures of the whole.
+One line per step, so that a process which the kernel kills has still reported how far it came, and a last one with
+the figures of all steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def emit(event: str, **figures: Any) -> None:
 def timed_steps(step: Callable[[], Any], *, warmup: int, steps: int, path: str | None = None) -> dict[str, Any]:
     """Run `warmup + steps` steps back to back and measure the latter.
 
-    A step is one turn of the whole loop, so work that an engine leaves to the next turn is inside it in the
+    A step is one turn of the loop, so work that an engine leaves to the next turn is inside it in the
     steady state. The counters are read between two turns and cost microseconds.
 
     Args:
@@ -47,26 +47,26 @@ def timed_steps(step: Callable[[], Any], *, warmup: int, steps: int, path: str |
         step()
         emit("warmup", number=number, seconds=time.perf_counter() - begin)
     seconds, faults = [], []
-    device, own = read_disk(path), process_io()
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    first = used
+    device, io_before = read_disk(path), process_io()
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    first = usage
     for number in range(steps):
         begin = time.perf_counter()
         figures = step()
         seconds.append(time.perf_counter() - begin)
-        now = resource.getrusage(resource.RUSAGE_SELF)
-        faults.append(now.ru_minflt - used.ru_minflt)
-        used = now
+        usage_after = resource.getrusage(resource.RUSAGE_SELF)
+        faults.append(usage_after.ru_minflt - usage.ru_minflt)
+        usage = usage_after
         emit("step", number=number, seconds=seconds[-1], **(figures if isinstance(figures, dict) else {}))
-    cpu = used.ru_utime + used.ru_stime - first.ru_utime - first.ru_stime
-    moved = {name: (value - own[name]) / steps for name, value in process_io().items()}
+    cpu = usage.ru_utime + usage.ru_stime - first.ru_utime - first.ru_stime
+    io_per_step = {name: (value - io_before[name]) / steps for name, value in process_io().items()}
     result = {
         "seconds": sum(seconds) / steps,
         "step_seconds": seconds,
         "minor_faults": faults,
         "cpu_seconds_per_step": cpu / steps,
-        "process_read_bytes": moved["read_bytes"],
-        "process_write_bytes": moved["write_bytes"],
+        "process_read_bytes": io_per_step["read_bytes"],
+        "process_write_bytes": io_per_step["write_bytes"],
     }
     after = read_disk(path)
     if device is not None and after is not None:
@@ -78,18 +78,18 @@ def timed_steps(step: Callable[[], Any], *, warmup: int, steps: int, path: str |
 
 def saved_bytes(model: nn.Module, loss: Callable[[], torch.Tensor]) -> int:
     """Bytes of the storages autograd keeps for one backward of `loss()`, the parameters' own apart."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
+    parameter_addresses = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storage_bytes: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in parameter_addresses:
+            storage_bytes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss().backward()
-    return sum(kept.values())
+    return sum(storage_bytes.values())
 
 
 def process_io() -> dict[str, int]:
@@ -98,8 +98,8 @@ def process_io() -> dict[str, int]:
         lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     except OSError:
         return {"read_bytes": 0, "write_bytes": 0}
-    found = {name: int(value) for name, value in (line.split(": ") for line in lines)}
-    return {"read_bytes": found["read_bytes"], "write_bytes": found["write_bytes"]}
+    counters = {name: int(value) for name, value in (line.split(": ") for line in lines)}
+    return {"read_bytes": counters["read_bytes"], "write_bytes": counters["write_bytes"]}
 
 
 def peak_rss_bytes() -> int:

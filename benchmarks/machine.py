@@ -68,7 +68,7 @@ def describe(folders: Iterable[Path | str] = ()) -> dict[str, Any]:
         "memory_bytes": memory.total,
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "transparent_huge_pages": chosen(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        "transparent_huge_pages": selected_word(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "disks": [describe_disk(folder) for folder in folders],
         "versions": {name: version(name) for name in RIVALS},
@@ -78,22 +78,22 @@ def describe(folders: Iterable[Path | str] = ()) -> dict[str, Any]:
 
 def describe_disk(folder: Path | str) -> dict[str, Any]:
     """Device, file system and queue of the disk that holds `folder`."""
-    where = Path(folder).resolve()
-    mounts = [part for part in psutil.disk_partitions(all=True) if where.is_relative_to(part.mountpoint)]
+    path = Path(folder).resolve()
+    mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
     mount = max(mounts, key=lambda part: len(part.mountpoint), default=None)
-    stat = stat_file(where)
+    stat = stat_file(path)
     device = None if stat is None else stat.resolve().parent
     # A partition has no queue of its own; its disk does.
     queues = [] if device is None else [q for q in (device / "queue", device.parent / "queue") if q.exists()]
     return {
         "device": None if device is None else device.name,
         "file_system": None if mount is None else mount.fstype,
-        "scheduler": chosen(queues[0] / "scheduler") if queues else None,
+        "scheduler": selected_word(queues[0] / "scheduler") if queues else None,
         "rotational": (queues[0] / "rotational").read_text().strip() == "1" if queues else None,
     }
 
 
-def chosen(path: Path) -> str | None:
+def selected_word(path: Path) -> str | None:
     """The bracketed word of a sysfs choice such as "always [madvise] never"; None without the file."""
     try:
         words = path.read_text().split()

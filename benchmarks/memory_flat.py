@@ -36,22 +36,22 @@ def main() -> None:
     report = Report("memory_flat", __doc__, options, folders=[options.path])
     bench = Bench(options)
     for name in options.shapes:
-        one(report, bench, options, name)
+        ask_gpt(report, bench, options, name)
     for kind, size in product(options.kinds, options.sizes):
-        published(report, options, f"{kind}, {size}", KINDS[kind].of_width(*WIDTHS[size]))
+        ask_published(report, options, f"{kind}, {size}", KINDS[kind].of_width(*WIDTHS[size]))
     report.finish()
 
 
-def one(report: Report, bench: Bench, options: argparse.Namespace, name: str) -> None:
+def ask_gpt(report: Report, bench: Bench, options: argparse.Namespace, name: str) -> None:
     """One size of model."""
     shape = SHAPES[name]
     budget = {"host": options.host, "device": options.device}
     candidates = {"ours": bench.ours("nvme", budget, shape=shape), "activations": bench.activations(shape)}
     series = measure(name, candidates, rounds=options.rounds, warmups=0, disk=options.path)
-    hold(report, series, f"{name} ({shape.numel / 1e6:,.0f} M parameters)")
+    compare_with_plan(report, series, f"{name} ({shape.numel / 1e6:,.0f} M parameters)")
 
 
-def published(report: Report, options: argparse.Namespace, name: str, run: RealRun) -> None:
+def ask_published(report: Report, options: argparse.Namespace, name: str, run: RealRun) -> None:
     """A published shape at one size, as a user would run it."""
     spec = run.spec(Path(options.path).resolve(), warmup=options.warmup, steps=options.steps)
 
@@ -60,29 +60,29 @@ def published(report: Report, options: argparse.Namespace, name: str, run: RealR
         figures.pop("event", None)
         return figures
 
-    candidates = {who: partial(child, who) for who in ("ours", "activations")}
+    candidates = {key: partial(child, key) for key in ("ours", "activations")}
     series = measure(name, candidates, rounds=options.rounds, warmups=0, disk=options.path)
     numel = series.rounds[0]["ours"].figures["parameters"]
-    hold(report, series, f"{name} ({numel / 1e6:,.0f} M parameters)")
+    compare_with_plan(report, series, f"{name} ({numel / 1e6:,.0f} M parameters)")
 
 
-def hold(report: Report, series: Series, name: str) -> None:
+def compare_with_plan(report: Report, series: Series, name: str) -> None:
     """Peak against its bound, in every round."""
     report.keep(series)
     ratios = []
     for r in series.rounds:
-        ours, activations = r["ours"].figures, r["activations"].figures["activation_bytes"]
-        plan = ours["plan_bytes"]["host"] + ours["plan_bytes"]["device"]
-        bound = ours["baseline_rss_bytes"] + plan + activations
-        ratios.append(ours["peak_rss_bytes"] / bound)
-        parts = {
-            "peak": ours["peak_rss_bytes"],
-            "before the plan": ours["baseline_rss_bytes"],
+        figures, activations = r["ours"].figures, r["activations"].figures["activation_bytes"]
+        plan = figures["plan_bytes"]["host"] + figures["plan_bytes"]["device"]
+        bound = figures["baseline_rss_bytes"] + plan + activations
+        ratios.append(figures["peak_rss_bytes"] / bound)
+        bytes_by_part = {
+            "peak": figures["peak_rss_bytes"],
+            "before the plan": figures["baseline_rss_bytes"],
             "plan": plan,
             "activations": activations,
         }
-        text = ", ".join(f"{what} {nbytes / 1e6:,.0f} MB" for what, nbytes in parts.items())
-        report.figure(name, parts, text)
+        text = ", ".join(f"{part} {nbytes / 1e6:,.0f} MB" for part, nbytes in bytes_by_part.items())
+        report.figure(name, bytes_by_part, text)
     report.mark(f"{name}: peak / (before the plan + plan + activations)", ratios, at_most=PEAK_MARK)
 
 

@@ -67,10 +67,10 @@ def main() -> None:
     report.keep(series)
     for name in (TORCH, *OURS):
         step, peak = series.median(name, "step_seconds"), int(series.median(name, "peak_bytes"))
-        told = (
+        text = (
             f"{step:.3f} s a step, each rank grown by {peak / 2**20:,.0f} MiB ({peak * options.ranks / numel:.1f} B/p)"
         )
-        report.figure(name, {"step_seconds": step, "peak_bytes": peak}, told)
+        report.figure(name, {"step_seconds": step, "peak_bytes": peak}, text)
     for name in OURS:
         report.mark(f"{name}: update / torch's", series.ratios(lambda r, name=name: r[name].seconds / r[TORCH].seconds))
         peaks = series.ratios(lambda r, name=name: r[name].figures["peak_bytes"] / r[TORCH].figures["peak_bytes"])
@@ -87,9 +87,9 @@ def run(name: str, options: argparse.Namespace) -> dict[str, float]:
         # Large tensors are mappings of their own: what is freed is returned, and the peak is what was in use.
         memory = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
         environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **memory, **os.environ}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{name}: {done.stderr[-4000:]}")
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if process.returncode:
+            raise RuntimeError(f"{name}: {process.stderr[-4000:]}")
         ranks = [json.loads(path.read_text(encoding="utf-8")) for path in Path(folder).iterdir()]
     return {key: max(rank[key] for rank in ranks) for key in ranks[0]}
 
@@ -102,17 +102,17 @@ def work(options: argparse.Namespace) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
     mesh = init_device_mesh(kind, (dist.get_world_size(),))
-    trained(name, mesh, 64, 2, options)  # what the first step loads is part of the baseline
+    train(name, mesh, 64, 2, options)  # what the first step loads is part of the baseline
     gc.collect()
     before = read_machine(torch.device("cpu")).rss_bytes
-    found = trained(name, mesh, options.width, options.layers, options)
-    found["peak_bytes"] = float(peak_rss_bytes() - before)
-    (Path(folder) / str(dist.get_rank())).write_text(json.dumps(found), encoding="utf-8")
+    figures = train(name, mesh, options.width, options.layers, options)
+    figures["peak_bytes"] = float(peak_rss_bytes() - before)
+    (Path(folder) / str(dist.get_rank())).write_text(json.dumps(figures), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def trained(name: str, mesh: DeviceMesh, width: int, layers: int, options: argparse.Namespace) -> dict[str, float]:
+def train(name: str, mesh: DeviceMesh, width: int, layers: int, options: argparse.Namespace) -> dict[str, float]:
     """Medians of the seconds of an update and of a whole step."""
     policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     with torch.device("meta"):
@@ -125,23 +125,23 @@ def trained(name: str, mesh: DeviceMesh, width: int, layers: int, options: argpa
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.to_local().normal_(std=width**-0.5)  # type: ignore[attr-defined]  # a DTensor
-    optimizer = made(name, model, options.path)
+    optimizer = make_optimizer(name, model, options.path)
     batch = torch.randn(4, width, device=mesh.device_type)
     seconds: dict[str, list[float]] = {"seconds": [], "step_seconds": []}
     for _ in range(WARMUP + options.steps):
-        began = time.perf_counter()
+        begin = time.perf_counter()
         model(batch).square().mean().backward()
         dist.barrier()
-        updating = time.perf_counter()
+        update_begin = time.perf_counter()
         optimizer.step()
         dist.barrier()
-        seconds["seconds"].append(time.perf_counter() - updating)
+        seconds["seconds"].append(time.perf_counter() - update_begin)
         optimizer.zero_grad()
-        seconds["step_seconds"].append(time.perf_counter() - began)
+        seconds["step_seconds"].append(time.perf_counter() - begin)
     return {key: statistics.median(values[WARMUP:]) for key, values in seconds.items()}
 
 
-def made(name: str, model: nn.Module, path: Path) -> torch.optim.Optimizer:
+def make_optimizer(name: str, model: nn.Module, path: Path) -> torch.optim.Optimizer:
     """The contestant's optimizer."""
     if name == TORCH:
         return torch.optim.AdamW(model.parameters(), lr=LR)

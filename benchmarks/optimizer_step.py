@@ -135,19 +135,19 @@ def ask(report: Report, step: Step, swapper: Swapper, options: argparse.Namespac
             **dict.fromkeys(["write alone", "fio write"], write_bytes),
         },
     )
-    for what, doing in (("read", "reading"), ("write", "writing")):
-        report.figure(f"{what}: bytes per parameter", round(series.median("step", f"{what}_bytes") / step.numel, 3))
-        seconds = series.median("step", f"{doing}_seconds")
-        report.figure(f"{what}: seconds of the step with one in flight", round(seconds, 4))
+    for kind, activity in (("read", "reading"), ("write", "writing")):
+        report.figure(f"{kind}: bytes per parameter", round(series.median("step", f"{kind}_bytes") / step.numel, 3))
+        seconds = series.median("step", f"{activity}_seconds")
+        report.figure(f"{kind}: seconds of the step with one in flight", round(seconds, 4))
     report.mark(
         "step / (read alone + write alone)",
         series.ratios(lambda r: r["step"].seconds / (r["read alone"].seconds + r["write alone"].seconds)),
         at_most=MUST,
     )
-    for what in ("read", "write"):
-        if series.has(f"fio {what}"):
-            ratios = series.ratios(partial(over_fio, what))
-            report.mark(f"{what} alone / fio", ratios, at_most=MUST)
+    for kind in ("read", "write"):
+        if series.has(f"fio {kind}"):
+            ratios = series.ratios(partial(over_fio, kind))
+            report.mark(f"{kind} alone / fio", ratios, at_most=MUST)
     if series.has("fio read", "fio write"):
         report.mark(
             "step / (fio read + fio write)",
@@ -155,9 +155,9 @@ def ask(report: Report, step: Step, swapper: Swapper, options: argparse.Namespac
         )
 
 
-def over_fio(what: str, this: Mapping[str, Any]) -> float:
+def over_fio(kind: str, this: Mapping[str, Any]) -> float:
     """Our time over fio's in one round."""
-    return float(this[f"{what} alone"].seconds / this[f"fio {what}"].seconds)
+    return float(this[f"{kind} alone"].seconds / this[f"fio {kind}"].seconds)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,11 @@ def main() -> None:
     report = Report("overlap", __doc__, options, folders=[options.path])
     bench = Bench(options)
     for tokens in options.tokens:
-        at(report, bench, options, tokens)
+        ask(report, bench, options, tokens)
     report.finish()
 
 
-def at(report: Report, bench: Bench, options: argparse.Namespace, tokens: int) -> None:
+def ask(report: Report, bench: Bench, options: argparse.Namespace, tokens: int) -> None:
     """One length of step."""
     shape = longer(bench.shape, tokens)
     candidates = {

@@ -46,14 +46,14 @@ def main() -> None:
         alone = run(1, {**vars(options), "schedule": "1f1b", "count": micro_batches})
         report.figure(f"1 stage, {micro_batches} micro-batches", alone, f"step {alone['step_seconds']:.3f} s")
         for stages, schedule in itertools.product(options.stages, options.schedules):
-            told = run(stages, {**vars(options), "schedule": schedule, "count": micro_batches})
+            figures = run(stages, {**vars(options), "schedule": schedule, "count": micro_batches})
             ideal = (stages - 1) / (micro_batches + stages - 1)
-            sent = told["sent_bytes"]
-            idle = 1 - alone["step_seconds"] / (stages * told["step_seconds"])
+            sent_bytes = figures["sent_bytes"]
+            idle = 1 - alone["step_seconds"] / (stages * figures["step_seconds"])
             report.figure(
                 f"{stages} stages, {micro_batches} micro-batches, {schedule}",
-                {**told, "idle": idle, "ideal_idle": ideal},
-                f"step {told['step_seconds']:.3f} s, idle {idle:.2f} (ideal {ideal:.2f}), {sent:,} bytes sent",
+                {**figures, "idle": idle, "ideal_idle": ideal},
+                f"step {figures['step_seconds']:.3f} s, idle {idle:.2f} (ideal {ideal:.2f}), {sent_bytes:,} bytes sent",
             )
     report.finish()
 
@@ -65,8 +65,8 @@ def run(stages: int, spec: dict[str, Any]) -> dict[str, float]:
         port = listening.getsockname()[1]
         listening.close()
         spawn(one_rank, (stages, port, spec, folder), nprocs=stages)
-        told: dict[str, float] = torch.load(Path(folder) / "told.pt")
-        return told
+        figures: dict[str, float] = torch.load(Path(folder) / "told.pt")
+        return figures
 
 
 def one_rank(rank: int, stages: int, port: int, spec: dict[str, Any], folder: str) -> None:
@@ -95,9 +95,9 @@ def one_rank(rank: int, stages: int, port: int, spec: dict[str, Any], folder: st
     seconds = time.perf_counter() - begin
     if rank == 0:
         # Activations go one way and their gradients the other, both as wide as the layers.
-        sent = 2 * (stages - 1) * spec["count"] * SAMPLES * width * torch.float32.itemsize
-        told = {"step_seconds": seconds / spec["steps"], "sent_bytes": sent}
-        torch.save(told, Path(folder) / "told.pt")
+        sent_bytes = 2 * (stages - 1) * spec["count"] * SAMPLES * width * torch.float32.itemsize
+        figures = {"step_seconds": seconds / spec["steps"], "sent_bytes": sent_bytes}
+        torch.save(figures, Path(folder) / "told.pt")
     engine.close()
     dist.destroy_process_group()
 

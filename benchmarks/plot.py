@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.kept import NAMES, counted, full_runs, kept, machine_of, rival_outcomes
+from benchmarks.kept import NAMES, counted_rounds, full_runs, load_result, machine_of, rival_outcomes
 from zero.tools import trace_plot
 
 if TYPE_CHECKING:
@@ -57,18 +57,18 @@ class Point:
 
 def points_of(results: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[Point]]:
     """(series, candidate) -> points by growing model size."""
-    found: dict[tuple[str, str], list[Point]] = {}
+    points: dict[tuple[str, str], list[Point]] = {}
     for result in sorted(results, key=lambda r: int(r["figures"]["parameters"])):
         for series in result["series"]:
             for candidate in series["tried"][0]:
                 if (series["name"], candidate) not in STYLES:
                     continue
-                runs = [r[candidate] for r in counted(series)]
+                runs = [r[candidate] for r in counted_rounds(series)]
                 peak = max(run["figures"]["peak_rss_bytes"] for run in runs)
                 seconds = statistics.median(run["seconds"] for run in runs)
                 point = Point(result["figures"]["parameters"], seconds, None if candidate in FLOORS else peak)
-                found.setdefault((series["name"], candidate), []).append(point)
-    return {who: found[who] for who in STYLES if who in found}
+                points.setdefault((series["name"], candidate), []).append(point)
+    return {key: points[key] for key in STYLES if key in points}
 
 
 def draw_steps(figure: Figure, sources: Mapping[str, Any]) -> None:
@@ -81,14 +81,16 @@ def draw_steps(figure: Figure, sources: Mapping[str, Any]) -> None:
     titles = ("time of a step [s]", "peak resident memory [GB]")
     for axes, title, value in zip(panels, titles, (_seconds, _gigabytes), strict=True):
         if len(sizes) == 1:
-            bars = {STYLES[who]: value(of_one[0]) for who, of_one in points.items()}
+            bars = {STYLES[key]: value(of_one[0]) for key, of_one in points.items()}
             draw_bars(axes, list(bars), list(bars.values()), ["-" if v is None else f"{v:.2f}" for v in bars.values()])
         else:
-            for (who, of_one), marker in zip(points.items(), MARKERS, strict=False):
-                label, colour = STYLES[who]
-                known = [(point.numel / 1e6, y) for point in of_one if (y := value(point)) is not None]
-                line = ":" if who[1] in FLOORS else "--" if who[1] == "deepspeed" else "-"
-                axes.plot(*zip(*known, strict=True), line, marker=marker, color=colour, label=label) if known else None
+            for (key, of_one), marker in zip(points.items(), MARKERS, strict=False):
+                label, colour = STYLES[key]
+                coordinates = [(point.numel / 1e6, y) for point in of_one if (y := value(point)) is not None]
+                line = ":" if key[1] in FLOORS else "--" if key[1] == "deepspeed" else "-"
+                axes.plot(
+                    *zip(*coordinates, strict=True), line, marker=marker, color=colour, label=label
+                ) if coordinates else None
             axes.set(xscale="log", yscale="log", xlabel="parameters [million]")
             axes.set_xticks([size / 1e6 for size in sizes], [f"{size / 1e6:,.0f}" for size in sizes])
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -156,28 +158,28 @@ def draw_losses(figure: Figure, sources: Mapping[str, Any]) -> None:
     runs = result["runs"]
     curves = {(run["preset"], run["seed"]): run["curve"] for run in runs}
     seeds = sorted({run["seed"] for run in runs})
-    parts = len(runs[0]["curve"])
-    steps = [(part + 0.5) * result["steps"] / parts for part in range(parts)]
-    whole, apart = figure.subplots(1, 2)
+    part_count = len(runs[0]["curve"])
+    steps = [(part + 0.5) * result["steps"] / part_count for part in range(part_count)]
+    losses, differences = figure.subplots(1, 2)
     colours = (BLACK, BLUE, ORANGE, GREEN, RED, PURPLE)
     lines = ("-", "--", "-.", ":", (0, (6, 1)), (0, (1, 1)))
     presets = dict.fromkeys(run["preset"] for run in runs)
     for preset, colour, line, marker in zip(presets, colours, lines, MARKERS, strict=False):
-        mean = [statistics.fmean(curves[preset, seed][k] for seed in seeds) for k in range(parts)]
-        exact = [statistics.fmean(curves["fp32", seed][k] for seed in seeds) for k in range(parts)]
+        mean = [statistics.fmean(curves[preset, seed][k] for seed in seeds) for k in range(part_count)]
+        exact = [statistics.fmean(curves["fp32", seed][k] for seed in seeds) for k in range(part_count)]
         style = {"color": colour, "linestyle": line, "marker": marker, "markersize": 4, "label": preset}
-        whole.plot(steps, mean, **style)
+        losses.plot(steps, mean, **style)
         if preset != "fp32":
-            apart.plot(steps, [a - b for a, b in zip(mean, exact, strict=True)], **style)
-    spread = [statistics.stdev(curves["fp32", seed][k] for seed in seeds) for k in range(parts)]
-    band = apart.fill_between(steps, [-s for s in spread], spread, color="0.88")
-    apart.axhline(0, color=BLACK, lw=0.8)
-    apart.legend([band], ["one standard deviation of fp32's seeds"], loc="lower right", frameon=False)
-    whole.set_title("training loss [nats per byte]")
-    apart.set_title("the same, minus that of fp32")
-    for axes in (whole, apart):
+            differences.plot(steps, [a - b for a, b in zip(mean, exact, strict=True)], **style)
+    spread = [statistics.stdev(curves["fp32", seed][k] for seed in seeds) for k in range(part_count)]
+    band = differences.fill_between(steps, [-s for s in spread], spread, color="0.88")
+    differences.axhline(0, color=BLACK, lw=0.8)
+    differences.legend([band], ["one standard deviation of fp32's seeds"], loc="lower right", frameon=False)
+    losses.set_title("training loss [nats per byte]")
+    differences.set_title("the same, minus that of fp32")
+    for axes in (losses, differences):
         axes.set_xlabel("step")
-    figure.legend(*whole.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(*losses.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(f"A GPT of {result['params'][:-1]} M parameters, mean of {len(seeds)} seeds")
 
 
@@ -209,13 +211,13 @@ def write(name: str, folder: Path) -> Path:
     """Draw one picture; returns its file."""
     target = folder / f"{name}.png"
     if name == TRACE:
-        trace_plot.draw(kept(TRACE), target)
+        trace_plot.draw(load_result(TRACE), target)
         return target
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     picture = DRAWN[name]
-    sources = {source: kept(source) for source in picture.sources}
+    sources = {source: load_result(source) for source in picture.sources}
     with rc_context({"font.size": FONT_POINTS, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(WIDTH_INCHES, picture.height_inches), dpi=DOTS_PER_INCH, layout="constrained")
         picture.draw(figure, sources)

@@ -39,13 +39,13 @@ def run(preset: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
         folder = Path(name)
         (folder / "keys.json").write_text(json.dumps(keys))
         shape = ["--params", options.params, "--steps", options.steps, "--batch", 8, "--sequence", 128]
-        what = ["--offload", "none", "--device", "cpu", "--state-dtype", state_dtype, "--seed", seed]
+        options_of_run = ["--offload", "none", "--device", "cpu", "--state-dtype", state_dtype, "--seed", seed]
         files = ["--config", folder / "keys.json", "--json", folder / "out.json", "--plot", folder / "loss.png"]
-        command = [sys.executable, SCRIPT, *shape, *what, *files, "--evaluate", "128K"]
+        command = [sys.executable, SCRIPT, *shape, *options_of_run, *files, "--evaluate", "128K"]
         subprocess.run(list(map(str, command)), check=True, capture_output=True)
         figures = json.loads((folder / "out.json").read_text())
-    losses, each = figures["losses"], len(figures["losses"]) // PARTS
-    curve = [statistics.fmean(losses[k * each : (k + 1) * each]) for k in range(PARTS)]
+    losses, part_steps = figures["losses"], len(figures["losses"]) // PARTS
+    curve = [statistics.fmean(losses[k * part_steps : (k + 1) * part_steps]) for k in range(PARTS)]
     return {"preset": preset, "seed": seed, "curve": curve, "held_out": figures["validation_loss"]}
 
 
@@ -53,15 +53,17 @@ def table(runs: list[dict[str, Any]]) -> str:
     """For the documentation: means over seeds."""
     exact = {r["seed"]: r["held_out"] for r in runs if r["preset"] == "fp32"}
     spread = statistics.stdev(exact.values()) if len(exact) > 1 else 0.0
-    parts = (1, 2, 5, PARTS)
-    lines = ["| | " + " | ".join(f"{k * 100 // PARTS} %" for k in parts) + " | held out | minus fp32, by seed |"]
-    lines.append("|---" * (len(parts) + 3) + "|")
+    shown_parts = (1, 2, 5, PARTS)
+    lines = ["| | " + " | ".join(f"{k * 100 // PARTS} %" for k in shown_parts) + " | held out | minus fp32, by seed |"]
+    lines.append("|---" * (len(shown_parts) + 3) + "|")
     for preset in dict.fromkeys(r["preset"] for r in runs):
-        own = [r for r in runs if r["preset"] == preset]
-        curve = [f"{statistics.fmean(r['curve'][k - 1] for r in own):.3f}" for k in parts]
-        apart = ", ".join(f"{r['held_out'] - exact[r['seed']]:+.4f}" for r in own) if preset != "fp32" else ""
-        held_out = f"{statistics.fmean(r['held_out'] for r in own):.4f}"
-        lines.append("| " + " | ".join([preset, *curve, held_out, apart]) + " |")
+        preset_runs = [r for r in runs if r["preset"] == preset]
+        curve = [f"{statistics.fmean(r['curve'][k - 1] for r in preset_runs):.3f}" for k in shown_parts]
+        differences = (
+            ", ".join(f"{r['held_out'] - exact[r['seed']]:+.4f}" for r in preset_runs) if preset != "fp32" else ""
+        )
+        held_out = f"{statistics.fmean(r['held_out'] for r in preset_runs):.4f}"
+        lines.append("| " + " | ".join([preset, *curve, held_out, differences]) + " |")
     return "\n".join([*lines, "", f"Standard deviation of fp32 over seeds, on held-out text: {spread:.4f}"])
 
 

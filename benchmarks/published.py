@@ -46,7 +46,7 @@ class RealRun:
         }
 
     def spec(self, path: Path | str, *, warmup: int, steps: int) -> dict[str, Any]:
-        """What `benchmarks.shaped_worker` is told."""
+        """The specification for `benchmarks.shaped_worker`."""
         return {
             **{"model": self.model, "config": self.config(path), "tuning": self.tuning, "path": str(path)},
             **{"sequence": self.sequence, "warmup": warmup, "steps": steps, "checkpointing": self.limit_gib > 0},
@@ -57,8 +57,8 @@ class RealRun:
         small = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // 64}
         small |= {"num_key_value_heads": width // 128, "head_dim": 64, "vocab_size": 8192}
         small |= {"intermediate_size": 3 * width, "moe_intermediate_size": width // 2, "num_experts": 8}
-        known = self.model
-        changes = {key: value for key, value in small.items() if key in known or key == "head_dim"}
+        model = self.model
+        changes = {key: value for key, value in small.items() if key in model or key == "head_dim"}
         return replace(self, changes={**self.changes, **changes, "tie_word_embeddings": False})
 
     def tenth(self) -> RealRun:

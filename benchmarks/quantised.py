@@ -66,15 +66,15 @@ def coded(*shape: int) -> tuple[nn.Parameter, nn.Parameter]:
 
 def coded_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Transformers' loop over the experts that tokens have chosen, with decoded weights."""
-    out = torch.zeros_like(hidden)
+    output = torch.zeros_like(hidden)
     for index in chosen[chosen < experts.num_experts].unique().tolist():  # type: ignore[no-untyped-call]
         token, place = torch.where(chosen == index)
         gate, up = _Decoded.apply(hidden[token], experts.gate_up_proj[index], experts.gate_up_scale[index]).chunk(2, -1)
         value = _Decoded.apply(
             experts.act_fn(gate) * up, experts.down_proj[index], experts.down_scale[index]
         ) * weights[token, place, None].to(hidden.dtype)
-        out.index_add_(0, token, value)
-    return out
+        output.index_add_(0, token, value)
+    return output
 
 
 def lora_over_codes(config: Any) -> nn.Module:

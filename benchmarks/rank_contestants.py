@@ -37,8 +37,10 @@ def ranks_config(cell: Cell, path: Path | str, shape: Shape) -> dict[str, Any]:
     """The JSON that both engines get: bf16 with an fp32 master, AdamW, clipping; all else at its default."""
     zero: dict[str, Any] = {"stage": cell.stage}
     if cell.tier != "none":
-        where = {"device": cell.tier, **({"nvme_path": str(path)} if cell.tier == "nvme" else {})}
-        zero |= {block: dict(where) for block in ("offload_optimizer", "offload_param")[: 2 if cell.stage == 3 else 1]}
+        offload = {"device": cell.tier, **({"nvme_path": str(path)} if cell.tier == "nvme" else {})}
+        zero |= {
+            block: dict(offload) for block in ("offload_optimizer", "offload_param")[: 2 if cell.stage == 3 else 1]
+        }
     return {
         "train_micro_batch_size_per_gpu": shape.batch,
         "bf16": {"enabled": True},
@@ -82,21 +84,25 @@ def rival_rank_settings(cell: Cell) -> dict[str, dict[str, Any]]:
         overlap = {"overlap_comm": True}
     else:
         overlap = {"overlap_comm": False}  # there it is on by default
-    tried: dict[str, dict[str, Any]] = {
+    settings: dict[str, dict[str, Any]] = {
         "default": {},
         f"overlap_comm {overlap['overlap_comm']}": overlap,
         "buckets of 20 M": small,
         f"buckets of 20 M, overlap_comm {overlap['overlap_comm']}": {**small, **overlap},
     }
     if cell.stage == 3:
-        tried["prefetch of 200 M"] = {"stage3_prefetch_bucket_size": 200_000_000}
+        settings["prefetch of 200 M"] = {"stage3_prefetch_bucket_size": 200_000_000}
     if cell.tier == "none":
-        tried["torch_adam"] = {"torch_adam": True}
+        settings["torch_adam"] = {"torch_adam": True}
     if cell.tier == "nvme":
-        tried["pipelined"] = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
-        tried["sub-groups of 20 M"] = {"sub_group_size": 20_000_000}
-        tried["sub-groups and buckets of 20 M, overlap_comm False"] = {"sub_group_size": 20_000_000, **small, **overlap}
-    return tried
+        settings["pipelined"] = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
+        settings["sub-groups of 20 M"] = {"sub_group_size": 20_000_000}
+        settings["sub-groups and buckets of 20 M, overlap_comm False"] = {
+            "sub_group_size": 20_000_000,
+            **small,
+            **overlap,
+        }
+    return settings
 
 
 def add_rank_arguments(parsed: argparse.ArgumentParser, *, warmup: int, steps: int) -> None:

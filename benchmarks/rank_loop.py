@@ -78,7 +78,7 @@ def train(engine: Any, spec: dict[str, Any]) -> dict[str, Any]:
     `collective_seconds` (per step, by name) instead of times worth reporting.
 
     Args:
-        engine: as `MicroBatchScheduler` takes it.
+        engine: as `Turns` takes it.
         spec: `shape`, `warmup`, `steps`; perhaps `path` and `profile`.
 
     Returns:
@@ -99,32 +99,32 @@ def train(engine: Any, spec: dict[str, Any]) -> dict[str, Any]:
     return together({**figures, "losses": turns.losses, "peak_rss_bytes": peak_rss_bytes()})
 
 
-def collectives(turn: Callable[[], None], steps: int) -> dict[str, Any]:
+def collectives(step: Callable[[], None], steps: int) -> dict[str, Any]:
     """Seconds a step spends in each collective of gloo, on whichever thread, while `turn` runs `steps` times."""
     begin = time.perf_counter()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(steps):
-            turn()
+            step()
     seconds = (time.perf_counter() - begin) / steps
-    found: Counter[str] = Counter()
+    seconds_by_name: Counter[str] = Counter()
     for event in profile.events():
         if event.name.startswith("gloo:"):
-            found[event.name.removeprefix("gloo:")] += event.time_range.elapsed_us() / 1e6 / steps
-    return {"seconds": seconds, "collective_seconds": dict(found)}
+            seconds_by_name[event.name.removeprefix("gloo:")] += event.time_range.elapsed_us() / 1e6 / steps
+    return {"seconds": seconds, "collective_seconds": dict(seconds_by_name)}
 
 
-def together(own: dict[str, Any]) -> dict[str, Any]:
+def together(figures_of_rank: dict[str, Any]) -> dict[str, Any]:
     """The figures of all ranks in one: those of the slowest, losses as their mean, memory and CPU time as their sum.
 
     `by_rank` has what each measured itself. A collective: every rank calls it and gets the same.
     """
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, own)
+    dist.all_gather_object(ranks, figures_of_rank)
     merged = dict(max(ranks, key=lambda figures: float(figures["seconds"])))
     for name in ("peak_rss_bytes", "cpu_seconds_per_step", "process_read_bytes", "process_write_bytes"):
         if name in merged:
             merged[name] = sum(figures[name] for figures in ranks)
     if "losses" in merged:
-        merged["losses"] = [sum(each) / len(ranks) for each in zip(*(r["losses"] for r in ranks), strict=True)]
+        merged["losses"] = [sum(losses) / len(ranks) for losses in zip(*(r["losses"] for r in ranks), strict=True)]
     merged["by_rank"] = [{name: figures[name] for name in ("seconds", "peak_rss_bytes")} for figures in ranks]
     return merged

@@ -8,8 +8,8 @@ ranks: 1 the states, 2 the gradients too, 3 the weights too.
 On one node ranks share memory, and what each of them would have a copy of is there once; the formulas hold for ranks
 that share nothing, so each case is also run with `shared_host_memory` off.
 
-Measured twice: the sizes of what the engine has allocated, by plane; and the memory of all processes above what they
-had before (PSS: a page that several ranks share counts once), which pools and whatever else there is are part of.
+Measured twice: the sizes of what the engine has allocated, by tiered array; and the memory of all processes above what
+they had before (PSS: a page that several ranks share counts once), which includes pools and whatever else there is.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ TOLERANCE = 0.05
 
 
 def formula(stage: int, ranks: int, widths: dict[str, int] = STATES) -> dict[str, float]:
-    """Bytes per parameter of each plane on a rank."""
-    return {plane: width / (ranks if stage >= DIVIDED_FROM_STAGE[plane] else 1) for plane, width in widths.items()}
+    """Bytes per parameter of each tiered array on a rank."""
+    return {array: width / (ranks if stage >= DIVIDED_FROM_STAGE[array] else 1) for array, width in widths.items()}
 
 
 def paper(stage: int, ranks: int) -> float:
@@ -50,42 +50,42 @@ def main() -> None:
     for stage in options.stages:
         for world in options.worlds:
             for shared in (True, False)[: min(world, 2)]:
-                one(report, bench, stage, world, shared=shared)
+                ask(report, bench, stage, world, shared=shared)
     report.finish()
 
 
-def one(report: Report, bench: RankBench, stage: int, world: int, *, shared: bool) -> None:
+def ask(report: Report, bench: RankBench, stage: int, world: int, *, shared: bool) -> None:
     """One stage on so many ranks: allocations against formula and plan, processes against the plan."""
     config = ranks_config(Cell(stage), bench.path, bench.shape)
-    what = f"stage {stage}, {world} ranks" if world > 1 else f"stage {stage}, 1 rank"
+    label = f"stage {stage}, {world} ranks" if world > 1 else f"stage {stage}, 1 rank"
     if not shared:
         config["zero_optimization"]["shared_host_memory"] = False
-        what += ", nothing shared"
+        label += ", nothing shared"
     ranks: list[dict[str, Any]] = bench.run(WORKER, ranks=world, config=config)["ranks"]
-    numel, wanted = bench.shape.numel, formula(stage, world)
-    report.figure(what, {"ranks": ranks, "formula": wanted, "paper": paper(stage, world)}, line(ranks[0], numel))
+    numel, expected = bench.shape.numel, formula(stage, world)
+    report.figure(label, {"ranks": ranks, "formula": expected, "paper": paper(stage, world)}, line(ranks[0], numel))
     bounds = {"at_least": 1 - TOLERANCE, "at_most": 1 + TOLERANCE}
-    for plane, width in wanted.items():
-        held = [rank["allocated"].get(plane, 0) / (width * numel) for rank in ranks]
-        report.mark(f"{what}: {plane} / formula", held, at_most=1 + TOLERANCE)
-    report.mark(f"{what}: allocated / plan", [sum_of(r, "allocated") / sum_of(r, "planned") for r in ranks], **bounds)
+    for array, width in expected.items():
+        ratios = [rank["allocated"].get(array, 0) / (width * numel) for rank in ranks]
+        report.mark(f"{label}: {array} / formula", ratios, at_most=1 + TOLERANCE)
+    report.mark(f"{label}: allocated / plan", [sum_of(r, "allocated") / sum_of(r, "planned") for r in ranks], **bounds)
     grown = sum(rank["grown_bytes"] for rank in ranks) / sum(sum_of(rank, "planned") for rank in ranks)
-    report.mark(f"{what}: memory of all processes / plan", [grown], **bounds)
+    report.mark(f"{label}: memory of all processes / plan", [grown], **bounds)
 
 
 def sum_of(rank: dict[str, Any], which: str) -> int:
-    """Bytes of all planes."""
+    """Bytes of all tiered arrays."""
     return sum(rank[which].values())
 
 
 def line(rank: dict[str, Any], numel: int) -> str:
-    """Bytes per parameter of the first rank: planned / allocated by plane, then the process."""
-    planes = [
-        f"{plane} {nbytes / numel:.2f} / {rank['allocated'].get(plane, 0) / numel:.2f}"
-        for plane, nbytes in rank["planned"].items()
+    """Bytes per parameter of the first rank: planned / allocated by tiered array, then the process."""
+    parts = [
+        f"{array} {nbytes / numel:.2f} / {rank['allocated'].get(array, 0) / numel:.2f}"
+        for array, nbytes in rank["planned"].items()
         if nbytes > 0.005 * numel
     ]
-    return f"{', '.join(planes)}; process {rank['grown_bytes'] / numel:.2f} bytes per parameter"
+    return f"{', '.join(parts)}; process {rank['grown_bytes'] / numel:.2f} bytes per parameter"
 
 
 def table(result: dict[str, Any]) -> str:
@@ -95,16 +95,16 @@ def table(result: dict[str, Any]) -> str:
         "| stage, ranks | ZeRO's formula | with our master | planned: states | with pools | measured |",
         "|---|---|---|---|---|---|",
     ]
-    for what, found in result["figures"].items():
-        if not isinstance(found, dict):
+    for name, figures in result["figures"].items():
+        if not isinstance(figures, dict):
             continue
-        ranks = found["ranks"]
+        ranks = figures["ranks"]
         count = numel * len(ranks)
-        states = sum(rank["planned"].get(plane, 0) for rank in ranks for plane in STATES) / count
+        states = sum(rank["planned"].get(array, 0) for rank in ranks for array in STATES) / count
         full = sum(sum_of(rank, "planned") for rank in ranks) / count
         grown = sum(rank["grown_bytes"] for rank in ranks) / count
-        formulas = f"{found['paper']:.2f} | {sum(found['formula'].values()):.2f}"
-        lines.append(f"| {what.removeprefix('stage ')} | {formulas} | {states:.2f} | {full:.2f} | {grown:.2f} |")
+        formulas = f"{figures['paper']:.2f} | {sum(figures['formula'].values()):.2f}"
+        lines.append(f"| {name.removeprefix('stage ')} | {formulas} | {states:.2f} | {full:.2f} | {grown:.2f} |")
     return "\n".join(lines)
 
 

@@ -34,12 +34,12 @@ def proportional_bytes() -> int:
 
 
 def settled_bytes() -> int:
-    """`proportional_bytes` while every rank is at rest and holds no freed memory. A collective."""
+    """`proportional_bytes` while every rank is idle and has returned freed memory. A collective."""
     trim_heap()
     dist.barrier()
-    found = proportional_bytes()
+    nbytes = proportional_bytes()
     dist.barrier()
-    return found
+    return nbytes
 
 
 def train(engine: Any, shape: Shape, steps: int) -> None:
@@ -49,27 +49,27 @@ def train(engine: Any, shape: Shape, steps: int) -> None:
         turns()
 
 
-def planned(engine: zero.ZeroEngine) -> dict[str, int]:
-    """Bytes of this rank's plan by plane, NVMe apart."""
-    found: Counter[str] = Counter()
+def planned_bytes(engine: zero.ZeroEngine) -> dict[str, int]:
+    """Bytes of this rank's plan by tiered array, NVMe apart."""
+    bytes_by_array: Counter[str] = Counter()
     for row in engine.plan.rows:
         if row.tier != NVME:
-            found[row.plane] += row.nbytes
-    return dict(found)
+            bytes_by_array[row.plane] += row.nbytes
+    return dict(bytes_by_array)
 
 
-def allocated(engine: zero.ZeroEngine) -> dict[str, int]:
-    """Bytes of memory the engine holds by plane: the sizes of the tensors, whatever a plan says."""
+def allocated_bytes(engine: zero.ZeroEngine) -> dict[str, int]:
+    """Bytes of memory of the engine by tiered array: the sizes of the tensors, whatever a plan says."""
     storage = storage_of(engine)
     kinds: dict[str, Iterable[TieredArray | None]] = {
         "weights": storage.weights,
         "gradients": storage.gradients,
         "optimizer states": storage.state_arrays,
     }
-    found = {name: sum(map(memory_bytes, planes)) for name, planes in kinds.items()}
-    found["weights"] += other_slices_bytes(engine)
-    found["block sums of gradients"] = sum(state.sums.data.nbytes for state in gradients_of(engine).states())
-    found["slices in flight between ranks"] = exchanged_bytes(engine)
+    bytes_by_name = {name: sum(map(memory_bytes, arrays)) for name, arrays in kinds.items()}
+    bytes_by_name["weights"] += other_slices_bytes(engine)
+    bytes_by_name["block sums of gradients"] = sum(state.sums.data.nbytes for state in gradients_of(engine).states())
+    bytes_by_name["slices in flight between ranks"] = exchanged_bytes(engine)
     pools = {
         "gathered units": storage.unit_pool,
         "flat gradients in flight": storage.gradient_pool,
@@ -77,21 +77,23 @@ def allocated(engine: zero.ZeroEngine) -> dict[str, int]:
         "arena: records and chunks in flight": storage.host_pool,
     }
     return {
-        name: nbytes for name, nbytes in {**found, **{n: p.capacity_bytes for n, p in pools.items()}}.items() if nbytes
+        name: nbytes
+        for name, nbytes in {**bytes_by_name, **{n: p.capacity_bytes for n, p in pools.items()}}.items()
+        if nbytes
     }
 
 
 def other_slices_bytes(engine: zero.ZeroEngine) -> int:
-    """Of whole units' weights, the slices that are other ranks', where this rank has a copy of its own of them."""
+    """Other ranks' shards of unsharded weights, where this rank has its own copy of them."""
     units = engine.units
     return sum(flat.nbytes - units[i].shard_numel * units[i].dtype.itemsize for i, flat in whole_flats(engine).items())
 
 
-def memory_bytes(plane: TieredArray | None) -> int:
-    """Of a plane, what lies in memory."""
-    if plane is None:
+def memory_bytes(array: TieredArray | None) -> int:
+    """Bytes of a tiered array in memory."""
+    if array is None:
         return 0
-    return sum(home.memory.nbytes for home in plane.homes if home.memory is not None)
+    return sum(home.memory.nbytes for home in array.homes if home.memory is not None)
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
@@ -103,9 +105,13 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     before = settled_bytes()
     with zero.initialize(model=rank_loop.model_of(shape), config=spec["config"])[0] as engine:
         train(engine, shape, spec["steps"])
-        own = {"grown_bytes": settled_bytes() - before, "planned": planned(engine), "allocated": allocated(engine)}
+        figures = {
+            "grown_bytes": settled_bytes() - before,
+            "planned": planned_bytes(engine),
+            "allocated": allocated_bytes(engine),
+        }
         ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, own)
+        dist.all_gather_object(ranks, figures)
     return {"ranks": ranks}
 
 
@@ -113,8 +119,8 @@ def main() -> None:
     """Measure what the specification names and print it."""
     spec = json.loads(sys.argv[1])
     with rank_loop.meeting():
-        found = measure(spec)
-    emit("done", **found)
+        figures = measure(spec)
+    emit("done", **figures)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import statistics
 from typing import Any
 
 from benchmarks.common import Report, RivalMissing, Series, measure, parser, summarize
-from benchmarks.kept import counted
+from benchmarks.kept import counted_rounds
 from benchmarks.rank_contestants import CELLS, Cell, RankBench, add_rank_arguments, rival_rank_settings
 from benchmarks.rivals import deepspeed_setup
 
@@ -58,9 +58,9 @@ def floors(report: Report, bench: RankBench) -> list[float]:
     series = measure("floors", candidates, rounds=1, warmups=0)
     report.keep(series)
     wires = series.rounds[0]["wires"].figures
-    parts = {name.removesuffix("_seconds"): wires[name] for name in wires if name.endswith("_seconds")}
-    text = ", ".join(f"{name.replace('_', ' ')} {seconds:.3f} s" for name, seconds in parts.items())
-    report.figure(MOVED, {"bytes": 2 * bench.shape.numel, **parts}, text)
+    wire_seconds = {name.removesuffix("_seconds"): wires[name] for name in wires if name.endswith("_seconds")}
+    text = ", ".join(f"{name.replace('_', ' ')} {seconds:.3f} s" for name, seconds in wire_seconds.items())
+    report.figure(MOVED, {"bytes": 2 * bench.shape.numel, **wire_seconds}, text)
     losses: list[float] = series.rounds[0]["reference"].figures["losses"]
     report.figure("reference: losses", losses, shown(losses))
     return losses
@@ -88,7 +88,7 @@ def compare(report: Report, bench: RankBench, cell: Cell, expected: list[float])
 
 def difference(losses: list[float], expected: list[float]) -> float:
     """The largest difference of a loss, as a share of what it should be."""
-    return max(abs(loss - wanted) / wanted for loss, wanted in zip(losses, expected, strict=True))
+    return max(abs(loss - expected_loss) / expected_loss for loss, expected_loss in zip(losses, expected, strict=True))
 
 
 def shown(losses: list[float]) -> str:
@@ -101,8 +101,8 @@ def show_spans(report: Report, series: Series) -> None:
     for name in series.rounds[0]:
         spans = {part: series.median(name, f"{part}_seconds") for part in ("forward", "backward", "optimizer")}
         losses = series.rounds[0][name].figures["losses"]
-        said = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in spans.items())
-        text = f"{said}; losses {shown(losses)}"
+        times = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in spans.items())
+        text = f"{times}; losses {shown(losses)}"
         report.figure(f"{series.name}: {name}", {**spans, "losses": losses}, text)
 
 
@@ -110,11 +110,11 @@ def tune(report: Report, bench: RankBench, cell: Cell) -> None:
     """One run of DeepSpeed with each of its settings."""
     seconds: dict[str, float] = {}
     for name, settings in rival_rank_settings(cell).items():
-        what = f"{cell}: {name}"
+        label = f"{cell}: {name}"
         try:
-            series = measure(what, {RIVAL: bench.rival(cell, settings)}, rounds=1, warmups=0)
+            series = measure(label, {RIVAL: bench.rival(cell, settings)}, rounds=1, warmups=0)
         except RivalMissing as error:
-            report.figure(f"{what}: failed", str(error))  # a setting that fails is not a rival that is missing
+            report.figure(f"{label}: failed", str(error))  # a setting that fails is not a rival that is missing
             continue
         report.keep(series)
         seconds[name] = series.median(RIVAL)
@@ -131,9 +131,9 @@ def split(report: Report, bench: RankBench, cell: Cell) -> None:
     series = measure(f"{cell}, profiled", {RIVAL: run}, rounds=1, warmups=0)
     report.keep(series)
     show_spans(report, series)
-    parts = series.rounds[0][RIVAL].figures["collective_seconds"]
-    text = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in parts.items())
-    report.figure(f"{cell}: deepspeed, collectives of a step", parts, text)
+    collective_seconds = series.rounds[0][RIVAL].figures["collective_seconds"]
+    text = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in collective_seconds.items())
+    report.figure(f"{cell}: deepspeed, collectives of a step", collective_seconds, text)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -143,10 +143,12 @@ def table(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     for series in result["series"]:
-        name, rounds = series["name"], counted(series)
+        name, rounds = series["name"], counted_rounds(series)
         if name not in CELLS or not all({OURS, RIVAL} <= r.keys() for r in rounds):
             continue
-        steps = {who: statistics.median(r[who]["seconds"] for r in rounds) for who in (OURS, RIVAL)}
+        steps = {
+            contestant: statistics.median(r[contestant]["seconds"] for r in rounds) for contestant in (OURS, RIVAL)
+        }
         ratio = summarize([r[OURS]["seconds"] / r[RIVAL]["seconds"] for r in rounds])
         cell = CELLS[name]
         place = {"none": "nothing", "cpu": "host memory", "nvme": "NVMe"}[cell.tier]

@@ -111,17 +111,20 @@ def wires(spec: dict[str, Any]) -> dict[str, Any]:
     """
     numel, world = Shape(**spec["shape"]).numel, dist.get_world_size()
     part_numel = BUCKET_NUMEL // world
-    whole = torch.ones(part_numel * world, dtype=torch.bfloat16)
-    part = torch.ones(part_numel, dtype=torch.bfloat16)
-    buckets = numel / whole.numel()
-    left, right = torch.ones(numel // world, dtype=torch.bfloat16), torch.ones(numel // world, dtype=torch.bfloat16)
-    full, out = torch.ones(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.bfloat16)
+    bucket = torch.ones(part_numel * world, dtype=torch.bfloat16)
+    bucket_part = torch.ones(part_numel, dtype=torch.bfloat16)
+    buckets = numel / bucket.numel()
+    first_half, second_half = (
+        torch.ones(numel // world, dtype=torch.bfloat16),
+        torch.ones(numel // world, dtype=torch.bfloat16),
+    )
+    source, target = torch.ones(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.bfloat16)
     candidates: dict[str, tuple[Callable[[], Any], float]] = {
-        "gloo_all_reduce": (lambda: dist.all_reduce(whole), buckets),
-        "gloo_all_gather": (lambda: dist.all_gather_into_tensor(whole, part), buckets),
-        "gloo_reduce_scatter": (lambda: dist.reduce_scatter_tensor(part, whole), buckets),
-        "copy": (lambda: out.copy_(full), 1.0),
-        "sum": (lambda: torch.add(left, right, out=left), 1.0),
+        "gloo_all_reduce": (lambda: dist.all_reduce(bucket), buckets),
+        "gloo_all_gather": (lambda: dist.all_gather_into_tensor(bucket, bucket_part), buckets),
+        "gloo_reduce_scatter": (lambda: dist.reduce_scatter_tensor(bucket_part, bucket), buckets),
+        "copy": (lambda: target.copy_(source), 1.0),
+        "sum": (lambda: torch.add(first_half, second_half, out=first_half), 1.0),
     }
     figures = {}
     for name, (run, times) in candidates.items():

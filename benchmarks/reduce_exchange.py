@@ -1,7 +1,7 @@
 """Do ranks of one node add up their gradients faster in shared memory than through gloo?
 
-Each rank has a flat bf16 gradient and ends with its slice of the mean in fp32 and the block sums of it. Ours reads the
-slices where they lie. The rivals are gloo's all-to-all of slices followed by the same kernel, and gloo's reduce-scatter
+Each rank has a flat bf16 gradient and ends with its shard of the mean in fp32 and the block sums of it. Ours reads the
+shards where they are. The rivals are gloo's all-to-all of shards followed by the same kernel, and gloo's reduce-scatter
 of fp32. The bound is the kernel alone on all ranks at once: nothing is waited for. Times are the slowest rank's; CPU
 seconds are a rank's own, and tell more where other processes run.
 """
@@ -57,14 +57,14 @@ class Rank:
 
     def run(self, name: str) -> tuple[float, float]:
         """Seconds and CPU seconds of one reduction."""
-        way = {"ours": self._ours, "gloo all-to-all": self._all_to_all, "gloo reduce-scatter": self._reduce_scatter}
+        ways = {"ours": self._ours, "gloo all-to-all": self._all_to_all, "gloo reduce-scatter": self._reduce_scatter}
         dist.barrier()
         begin, cpu = time.perf_counter(), time.process_time()
-        way.get(name, partial(self._kernel, self.slices))()
+        ways.get(name, partial(self._kernel, self.slices))()
         return time.perf_counter() - begin, time.process_time() - cpu
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         dist.barrier()
         self.exchange.close()
         for region in self.regions:
@@ -97,25 +97,25 @@ class Rank:
 
 def share(payload: bytes) -> list[bytes]:
     """Every rank's payload."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, payload)
-    return found
+    payloads: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(payloads, payload)
+    return payloads
 
 
 def serve(index: int, count: int, store: str, parent: Connection) -> None:
-    """A rank: makes gradients of a size and reduces them as it is told."""
+    """A rank: makes gradients of a size and reduces them on request."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=count)
     rank: Rank | None = None
-    while (told := parent.recv()) is not None:
+    while (request := parent.recv()) is not None:
         try:
-            if isinstance(told, int):
+            if isinstance(request, int):
                 if rank is not None:
                     rank.close()
-                rank = Rank(told)
+                rank = Rank(request)
                 parent.send(None)
             elif rank is not None:
-                parent.send(rank.run(told))
+                parent.send(rank.run(request))
         except RivalMissing as error:
             parent.send(str(error))
     if rank is not None:
@@ -130,15 +130,15 @@ def ranks(count: int) -> Iterator[list[Connection]]:
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe() for _ in range(count)]
         started = [
-            context.Process(target=serve, args=(index, count, f"{folder}/store", theirs), daemon=True)
-            for index, (_, theirs) in enumerate(pipes)
+            context.Process(target=serve, args=(index, count, f"{folder}/store", child_end), daemon=True)
+            for index, (_, child_end) in enumerate(pipes)
         ]
         for process in started:
             process.start()
         try:
-            yield [ours for ours, _ in pipes]
-            for ours, _ in pipes:
-                ours.send(None)
+            yield [parent_end for parent_end, _ in pipes]
+            for parent_end, _ in pipes:
+                parent_end.send(None)
             for process in started:
                 process.join(30)
         finally:
@@ -146,18 +146,18 @@ def ranks(count: int) -> Iterator[list[Connection]]:
                 process.kill()
 
 
-def told(to: list[Connection], what: str | int) -> list[Any]:
-    """What the ranks answer."""
-    for rank in to:
-        rank.send(what)
-    return [rank.recv() for rank in to]
+def ask_ranks(pipes: list[Connection], request: str | int) -> list[Any]:
+    """Send a request to all ranks; returns their answers."""
+    for rank in pipes:
+        rank.send(request)
+    return [rank.recv() for rank in pipes]
 
 
-def candidate(to: list[Connection], name: str) -> Callable[[], Mapping[str, Any]]:
+def candidate(pipes: list[Connection], name: str) -> Callable[[], Mapping[str, Any]]:
     """One reduction on all ranks."""
 
     def run() -> Mapping[str, Any]:
-        answers = told(to, name)
+        answers = ask_ranks(pipes, name)
         if isinstance(answers[0], str):
             raise RivalMissing(answers[0])
         return {
@@ -170,15 +170,15 @@ def candidate(to: list[Connection], name: str) -> Callable[[], Mapping[str, Any]
 
 def main() -> None:
     """Run the question."""
-    given = parser(__doc__, rounds=9)
-    given.add_argument("--ranks", type=int, default=2)
-    given.add_argument("--mib", type=int, nargs="+", default=[8, 32, 128], help="length of a rank's gradient")
-    options = given.parse_args()
+    arguments = parser(__doc__, rounds=9)
+    arguments.add_argument("--ranks", type=int, default=2)
+    arguments.add_argument("--mib", type=int, nargs="+", default=[8, 32, 128], help="length of a rank's gradient")
+    options = arguments.parse_args()
     report = Report("reduce_exchange", __doc__, options)
-    with ranks(options.ranks) as to:
+    with ranks(options.ranks) as pipes:
         for mib in options.mib:
-            told(to, mib * MIB)
-            ways = {name: candidate(to, name) for name in CANDIDATES}
+            ask_ranks(pipes, mib * MIB)
+            ways = {name: candidate(pipes, name) for name in CANDIDATES}
             series = measure(f"{mib} MiB, {options.ranks} ranks", ways, rounds=options.rounds)
             report.keep(series)
             for name in CANDIDATES:

@@ -38,15 +38,15 @@ def model_of() -> Any:
 
 def engine_of(path: Path, room_bytes: int | None) -> Any:
     """Everything on NVMe, and room for so many bytes of weights beside the plan; None: no hybrid engine."""
-    where = {"device": "nvme", "nvme_path": str(path)}
+    offload = {"device": "nvme", "nvme_path": str(path)}
     config: dict[str, Any] = {
         "bf16": {"enabled": True},
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
         "zero_optimization": {
             "stage": 3,
-            "offload_param": where,
-            "offload_optimizer": dict(where),
+            "offload_param": offload,
+            "offload_optimizer": dict(offload),
             "stage3_max_live_parameters": LIVE_NUMEL,
         },
     }

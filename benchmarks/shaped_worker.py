@@ -49,14 +49,14 @@ def build(spec: dict[str, Any], **changes: Any) -> nn.Module:
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:
     """Build, train and count."""
-    began = time.perf_counter()
+    begin = time.perf_counter()
     with zero.Init(config_dict_or_path=spec["config"]):
         model = build(spec)
-    built = time.perf_counter()
-    emit("built", seconds=built - began, peak_rss_bytes=peak_rss_bytes())
+    built_at = time.perf_counter()
+    emit("built", seconds=built_at - begin, peak_rss_bytes=peak_rss_bytes())
     engine = zero.initialize(model=model, config=spec["config"])[0]
-    ready = time.perf_counter()
-    emit("ready", seconds=ready - built, peak_rss_bytes=peak_rss_bytes(), plan=engine.plan.table())
+    ready_at = time.perf_counter()
+    emit("ready", seconds=ready_at - built_at, peak_rss_bytes=peak_rss_bytes(), plan=engine.plan.table())
     generator = torch.Generator().manual_seed(0)
     before = engine.statistics()
     losses: list[float] = []
@@ -80,8 +80,8 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
             "parameters": sum(p.numel() for p in model.parameters()),
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "losses": losses,
-            "build_seconds": built - began,
-            "initialize_seconds": ready - built,
+            "build_seconds": built_at - begin,
+            "initialize_seconds": ready_at - built_at,
             "plan_bytes": {tier: engine.plan.tier_bytes(tier) for tier in ("device", "host", "nvme")},
             "plan_rows": [(row.tier, row.plane, row.nbytes) for row in engine.plan.rows],
             "baseline_rss_bytes": engine.plan.baseline_bytes,

@@ -62,13 +62,13 @@ def turns(make: Callable[[], tuple[Callable[[], None], Callable[[], None]]]) -> 
     """Seconds of a turn, the mean of all but the first two. `make` gives (turn, end)."""
 
     def run() -> dict[str, Any]:
-        turn, end = make()
+        step, close = make()
         seconds = []
         for _ in range(TURNS):
             begin = time.perf_counter()
-            turn()
+            step()
             seconds.append(time.perf_counter() - begin)
-        end()
+        close()
         return {"seconds": sum(seconds[2:]) / len(seconds[2:])}
 
     return run
@@ -79,11 +79,11 @@ def ours_trains() -> tuple[Callable[[], None], Callable[[], None]]:
     engine = zero.initialize(model=Many(), config=config("cpu"))[0]
     x = torch.randn(NUMEL)
 
-    def turn() -> None:
+    def step() -> None:
         engine.backward(engine(x))
         engine.step()
 
-    return turn, engine.close
+    return step, engine.close
 
 
 def torch_trains() -> tuple[Callable[[], None], Callable[[], None]]:
@@ -91,12 +91,12 @@ def torch_trains() -> tuple[Callable[[], None], Callable[[], None]]:
     model, x = Many(), torch.randn(NUMEL)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
 
-    def turn() -> None:
+    def step() -> None:
         model(x).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return turn, lambda: None
+    return step, lambda: None
 
 
 def forward(width: int, keys: dict[str, Any] | None) -> Callable[[], tuple[Callable[[], None], Callable[[], None]]]:
@@ -130,8 +130,8 @@ def main() -> None:
         ("weights that stay", 10, {}),
         ("weights that are fetched from host memory", 10, {"stage3_param_persistence_threshold": 0}),
     ):
-        both = {"engine": turns(forward(width, keys)), "plain": turns(forward(width, None))}
-        series = measure(f"{MODULES:,} modules, {name}", both, rounds=options.rounds)
+        candidates = {"engine": turns(forward(width, keys)), "plain": turns(forward(width, None))}
+        series = measure(f"{MODULES:,} modules, {name}", candidates, rounds=options.rounds)
         report.keep(series)
         micros = 1e6 * (series.median("engine") - series.median("plain")) / MODULES
         report.figure(f"forward's overhead by module, {name} [us]", micros, f"{micros:.1f} us")

@@ -110,9 +110,9 @@ def ask(report: Report, options: argparse.Namespace, weights: str) -> None:
     for name in ("every 10", "every 1"):
         ratios = series.ratios(lambda r, name=name: r[name].seconds / r["none"].seconds)  # type: ignore[misc]
         report.mark(f"weights on {weights}: {name} / none", ratios, at_most=MUST if weights == "nvme" else None)
-        held = series.ratios(lambda r, name=name: r[name].figures["snapshot_seconds"] / r[name].seconds)  # type: ignore[misc]
+        shares = series.ratios(lambda r, name=name: r[name].figures["snapshot_seconds"] / r[name].seconds)  # type: ignore[misc]
         most = MUST - 1 if weights == "nvme" else None
-        report.mark(f"weights on {weights}: {name}: share of a step spent on snapshots", held, at_most=most)
+        report.mark(f"weights on {weights}: {name}: share of a step spent on snapshots", shares, at_most=most)
 
 
 if __name__ == "__main__":

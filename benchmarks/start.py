@@ -47,14 +47,16 @@ def main() -> None:
     options = parsed.parse_args()
     report = Report("start", __doc__, options, folders=[options.path])
     with Folder(options.path) as folder:
-        made = worker({"folder": str(folder / "model"), "model": KINDS["dense"].of_width(*WIDTHS[options.width]).model})
+        model_figures = worker(
+            {"folder": str(folder / "model"), "model": KINDS["dense"].of_width(*WIDTHS[options.width]).model}
+        )
         file = max((folder / "model").iterdir(), key=lambda path: path.stat().st_size)
-        report.figure("parameters", made["parameters"], f"{made['parameters']:,}")
+        report.figure("parameters", model_figures["parameters"], f"{model_figures['parameters']:,}")
         report.figure("bytes of the model", file.stat().st_size, f"{file.stat().st_size:,}")
         with YardStick(folder, file.stat().st_size) as stick:
             candidates: dict[str, Candidate] = {
-                f"{where}{' under zero.Init' * init}": turn(folder / "model", folder, tier, init=init)
-                for where, tier in PLACES.items()
+                f"{place}{' under zero.Init' * init}": turn(folder / "model", folder, tier, init=init)
+                for place, tier in PLACES.items()
                 for init in (False, True)
             }
             candidates["read"] = lambda: stick.read(file)
@@ -63,13 +65,13 @@ def main() -> None:
     for name in candidates:
         if name == "read":
             continue
-        for what in ("load", "initialize", "first_step", "step"):
-            report.figure(f"{name}: {what}", series.median(name, f"{what}_seconds"))
-        for what, parts in (("initialize", ["initialize"]), ("load and initialize", ["load", "initialize"])):
+        for phase in ("load", "initialize", "first_step", "step"):
+            report.figure(f"{name}: {phase}", series.median(name, f"{phase}_seconds"))
+        for phase, phases in (("initialize", ["initialize"]), ("load and initialize", ["load", "initialize"])):
             ratios = series.ratios(
-                lambda r, n=name, p=parts: r["read"].seconds / sum(r[n].figures[f"{each}_seconds"] for each in p)  # type: ignore[misc]
+                lambda r, n=name, p=phases: r["read"].seconds / sum(r[n].figures[f"{part}_seconds"] for part in p)  # type: ignore[misc]
             )
-            report.mark(f"{name}: {stick.what}'s read / {what}", ratios, at_least=READ_MARK)
+            report.mark(f"{name}: {stick.what}'s read / {phase}", ratios, at_least=READ_MARK)
     report.finish()
 
 

@@ -35,30 +35,30 @@ def start(spec: dict[str, Any]) -> dict[str, Any]:
     begin = time.perf_counter()
     with zero.Init(config_dict_or_path=spec["config"]) if spec["init"] else nullcontext():
         model = transformers.AutoModelForCausalLM.from_pretrained(spec["folder"], dtype=torch.bfloat16)
-    loaded = time.perf_counter()
+    loaded_at = time.perf_counter()
     engine = zero.initialize(model=model, config=spec["config"])[0]
-    ready = time.perf_counter()
+    ready_at = time.perf_counter()
     tokens = torch.randint(0, model.config.vocab_size, (1, spec["tokens"]), generator=torch.Generator().manual_seed(0))
     times = []
     with engine:
         for _ in range(spec["steps"]):
-            since = time.perf_counter()
+            step_begin = time.perf_counter()
             engine.backward(engine(input_ids=tokens, labels=tokens).loss)
             engine.step()
             engine.synchronize()  # its updates too, which the next forward would do
-            times.append(time.perf_counter() - since)
-        written = engine.statistics().nvme_write_bytes
+            times.append(time.perf_counter() - step_begin)
+        write_bytes = engine.statistics().nvme_write_bytes
     return {
-        "load_seconds": loaded - begin,
-        "initialize_seconds": ready - loaded,
+        "load_seconds": loaded_at - begin,
+        "initialize_seconds": ready_at - loaded_at,
         "first_step_seconds": times[0],
         "step_seconds": times[-1],
-        "seconds": ready - begin + times[0],
-        "nvme_write_bytes": written,
+        "seconds": ready_at - begin + times[0],
+        "nvme_write_bytes": write_bytes,
         "peak_rss_bytes": peak_rss_bytes(),
     }
 
 
 if __name__ == "__main__":
-    told = json.loads(sys.argv[1])
-    emit("result", **(write if "model" in told else start)(told))
+    spec = json.loads(sys.argv[1])
+    emit("result", **(write if "model" in spec else start)(spec))

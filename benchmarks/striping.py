@@ -1,8 +1,8 @@
 """Do two drives of different speed give the sum of their speeds?
 
 Two loop devices are throttled to different speeds, so that what each can do is known and the machine's own disk is
-not the limit. The swap space is told nothing: it measures them and stripes by what it found. Each drive alone and
-both together move as many bytes as their speeds ask for, records in flight as in an optimizer step.
+not the limit. The swap space gets no speeds: it measures them and stripes by what it found. Each drive alone and
+both together move as many bytes as their speeds require, records in flight as in an optimizer step.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Drives:
         self.nbytes, self._record_bytes = record_bytes * records, record_bytes
         self.swap = SwapSpace(folders, self.nbytes)
         self._disk = Disk(open_aio(AioOptions()), self.swap)
-        arena_bytes = RECORDS_IN_FLIGHT * record_bytes
+        pool_bytes = RECORDS_IN_FLIGHT * record_bytes
         register = self._disk.aio.register_memory
-        self._arena = BlockPool("benchmark", arena_bytes, "--record-bytes", torch.device("cpu"), register=register)
-        self._blocks = [self._arena.allocate(record_bytes, "a record") for _ in range(RECORDS_IN_FLIGHT)]
+        self._pool = BlockPool("benchmark", pool_bytes, "--record-bytes", torch.device("cpu"), register=register)
+        self._blocks = [self._pool.allocate(record_bytes, "a record") for _ in range(RECORDS_IN_FLIGHT)]
         for block in self._blocks:
             block.data.random_()
         self._loop = asyncio.new_event_loop()
@@ -46,12 +46,12 @@ class Drives:
         """Every record once."""
         move = self._disk.write if write else self._disk.read
 
-        async def lane(first: int) -> None:
+        async def move_lane(first: int) -> None:
             for begin in range(first * self._record_bytes, self.nbytes, RECORDS_IN_FLIGHT * self._record_bytes):
                 await move(begin, self._blocks[first].data)
 
         async def everything() -> None:
-            await asyncio.gather(*(lane(first) for first in range(RECORDS_IN_FLIGHT)))
+            await asyncio.gather(*(move_lane(first) for first in range(RECORDS_IN_FLIGHT)))
 
         self._loop.run_until_complete(everything())
         return {"moved_bytes": self.nbytes}
@@ -60,7 +60,7 @@ class Drives:
         """Free the files and the memory."""
         self._loop.close()
         self._disk.close()
-        self._arena.close()
+        self._pool.close()
 
 
 def speed(run_of: Callable[[Round], Any], this: Round) -> float:

@@ -1,4 +1,4 @@
-"""Our side of the disk questions: records between the swap space and an arena, as the optimizer moves them."""
+"""Our side of the disk questions: records between the swap space and a pool of blocks, as the optimizer moves them."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Swapper:
         fd = next(swap.file_ranges(0, capacity_bytes)).fd
         self.traffic = self._disk.traffic
         self.path, self.backend = f"/proc/{os.getpid()}/fd/{fd}", self._disk.aio.backend
-        self._arena = BlockPool(
+        self._pool = BlockPool(
             "benchmark",
             RECORDS_IN_FLIGHT * record_bytes,
             "--record-bytes",
             torch.device("cpu"),
             register=self._disk.aio.register_memory,
         )
-        self._blocks = [self._arena.allocate(record_bytes, "a record") for _ in range(RECORDS_IN_FLIGHT)]
+        self._blocks = [self._pool.allocate(record_bytes, "a record") for _ in range(RECORDS_IN_FLIGHT)]
         self._loop = asyncio.new_event_loop()
         write_incompressible(fd, capacity_bytes)
         for block in self._blocks:
@@ -67,7 +67,7 @@ class Swapper:
         self._run([self._lane(block.data, i, nbytes, write=True) for i, block in enumerate(self._blocks)])
 
     def mixed(self, nbytes: int) -> None:
-        """Move `nbytes`: two lanes read every other record, two write the ones between."""
+        """Move `nbytes`: two tasks read every other record, two write the ones between."""
         lanes = enumerate(self._blocks)
         self._run([self._lane(block.data, i, nbytes, write=i % 2 == 1) for i, block in lanes])
 
@@ -77,7 +77,7 @@ class Swapper:
         self._disk.close()
         for block in self._blocks:
             block.free()
-        self._arena.close()
+        self._pool.close()
 
     def __enter__(self) -> Swapper:
         """The swapper itself."""

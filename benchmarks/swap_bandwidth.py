@@ -81,9 +81,9 @@ def speed(series: Series, rival: str) -> list[float]:
 def check_moved(report: Report, series: Series, nbytes: int) -> None:
     """What the kernel counted for us beside what we say: more is other people's traffic."""
     disks = [run["ours"].disk for run in series.rounds]
-    counted = [disk.read_bytes + disk.write_bytes for disk in disks if disk is not None]
-    if counted:
-        report.figure(f"{series.name}: kernel's bytes / ours", round(statistics.median(counted) / nbytes, 4))
+    kernel_bytes = [disk.read_bytes + disk.write_bytes for disk in disks if disk is not None]
+    if kernel_bytes:
+        report.figure(f"{series.name}: kernel's bytes / ours", round(statistics.median(kernel_bytes) / nbytes, 4))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks import plot, precision_loss, rank_memory, ranks
 from benchmarks.common import verdict_of
 from benchmarks.gpu_floors import slowest
-from benchmarks.kept import NAMES, counted, kept, large_runs, machine_of
+from benchmarks.kept import NAMES, counted_rounds, large_runs, load_result, machine_of
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"<!-- table: (?P<name>[\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -57,11 +57,11 @@ def coded_weights(result: Mapping[str, Any]) -> str:
     rows = [
         (
             name,
-            f"{each['loss']:.4f}",
-            f"{each['loss'] - plain['loss']:+.4f}" if each is not plain else "",
-            f"{each['bytes'] / plain['bytes']:.3f}",
+            f"{row['loss']:.4f}",
+            f"{row['loss'] - plain['loss']:+.4f}" if row is not plain else "",
+            f"{row['bytes'] / plain['bytes']:.3f}",
         )
-        for name, each in figures.items()
+        for name, row in figures.items()
     ]
     return markdown(["weights", "held-out loss", "minus bf16", "bytes / bf16"], rows)
 
@@ -73,34 +73,38 @@ def rollouts(result: Mapping[str, Any]) -> str:
     for name in ("all", "half", "a quarter", "without hybrid_engine"):
         mark = marks[f"{name}: tokens a second / plain"]
         nbytes = figures.get(f"{name}: bytes a token")
-        told = "" if nbytes is None else f"{nbytes / figures['weights']:.2f}"
-        rows.append((name, f"{mark['median']:.2f} [{mark['low']:.2f}, {mark['high']:.2f}]", told))
+        ratio = "" if nbytes is None else f"{nbytes / figures['weights']:.2f}"
+        rows.append((name, f"{mark['median']:.2f} [{mark['low']:.2f}, {mark['high']:.2f}]", ratio))
     return markdown(["room for", "tokens a second / all in memory", "read a token / weights"], rows)
 
 
 def starts(result: Mapping[str, Any]) -> str:
     """Seconds from a folder of safetensors to the first step, by place."""
-    figures, parts = result["figures"], ("load", "initialize", "first_step", "step")
+    figures, phases = result["figures"], ("load", "initialize", "first_step", "step")
     (series,) = result["series"]
-    names = [name for name in counted(series)[0] if name != "read"]
-    rows = [(name, *(f"{figures[f'{name}: {part}']:.1f} s" for part in parts)) for name in names]
-    floor = statistics.median(each["read"]["seconds"] for each in counted(series))
+    names = [name for name in counted_rounds(series)[0] if name != "read"]
+    rows = [(name, *(f"{figures[f'{name}: {phase}']:.1f} s" for phase in phases)) for name in names]
+    floor = statistics.median(runs["read"]["seconds"] for runs in counted_rounds(series))
     rows.append(("floor: the file read by fio", f"{floor:.1f} s", "", "", ""))
-    what = f"{figures['parameters'] / 1e9:.1f} B parameters, {figures['bytes of the model'] / 1e9:.1f} GB"
-    head = (what, "`from_pretrained`", "`zero.initialize`", "first step", "a later step")
+    size = f"{figures['parameters'] / 1e9:.1f} B parameters, {figures['bytes of the model'] / 1e9:.1f} GB"
+    head = (size, "`from_pretrained`", "`zero.initialize`", "first step", "a later step")
     return f"{markdown(head, rows)}\n\nOn {machine_of([result])}."
 
 
 def on_a_gpu(*results: Mapping[str, Any]) -> str:
     """Step, floor and peak of each contestant of the GPU's training question that has ended a step."""
-    figures, rows = {name: each for result in results for name, each in result["figures"].items()}, []
-    found = {name: each for name, each in figures.items() if isinstance(each, dict) and each.get("step_seconds")}
-    for name, each in found.items():
-        seconds = statistics.median(each["step_seconds"])
+    figures, rows = {name: contestant for result in results for name, contestant in result["figures"].items()}, []
+    contestants = {
+        name: contestant
+        for name, contestant in figures.items()
+        if isinstance(contestant, dict) and contestant.get("step_seconds")
+    }
+    for name, contestant in contestants.items():
+        seconds = statistics.median(contestant["step_seconds"])
         bound = slowest(figures.get(f"{name}: floors", {}))
-        peak = max(told.get("peak_reserved_bytes", 0) for told in (each, *each["steps"]))
+        peak = max(entry.get("peak_reserved_bytes", 0) for entry in (contestant, *contestant["steps"]))
         floor = "-" if bound is None else f"{bound[1]:.2f} s: {bound[0]}"
-        rows.append((name, f"{seconds:.2f} s", str(len(each["step_seconds"])), floor, f"{peak / 1e9:.1f} GB"))
+        rows.append((name, f"{seconds:.2f} s", str(len(contestant["step_seconds"])), floor, f"{peak / 1e9:.1f} GB"))
     return markdown(("", "step", "steps", "floor", "peak device memory"), rows)
 
 
@@ -117,7 +121,7 @@ def number(value: float, entry: Mapping[str, Any]) -> str:
     return shown
 
 
-def measured(entry: Mapping[str, Any]) -> str:
+def format_measured(entry: Mapping[str, Any]) -> str:
     """The median of a mark with its interval."""
     median = number(entry["median"], entry)
     if len(entry["values"]) == 1:
@@ -132,13 +136,13 @@ def goal(entry: Mapping[str, Any]) -> str:
     return f"{text}, **missed**" if entry["verdict"] == "MISSED" else text or "-"
 
 
-def mark_of(result: Mapping[str, Any], what: str) -> Mapping[str, Any]:
+def mark_of(result: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The mark of that name; raises KeyError."""
     for entry in result["marks"]:
-        if entry["what"] == what:
-            found: Mapping[str, Any] = entry
-            return found
-    raise KeyError(f"no mark {what!r} in the result of {result['question']}")
+        if entry["what"] == name:
+            mark: Mapping[str, Any] = entry
+            return mark
+    raise KeyError(f"no mark {name!r} in the result of {result['question']}")
 
 
 def of_marks(*marks: Mark) -> Table:
@@ -148,23 +152,25 @@ def of_marks(*marks: Mark) -> Table:
     def make(*results: Mapping[str, Any]) -> str:
         by_name = dict(zip(sources, results, strict=True))
         entries = [(mark.label, mark_of(by_name[mark.source], mark.what)) for mark in marks]
-        return markdown(("", "measured", "goal"), [(label, measured(e), goal(e)) for label, e in entries])
+        return markdown(("", "measured", "goal"), [(label, format_measured(e), goal(e)) for label, e in entries])
 
     return Table(sources, make)
 
 
 def micro_batches(result: Mapping[str, Any]) -> str:
     """Steps of several micro-batches: seconds, bytes per parameter, peak memory."""
-    (series,) = [each for each in result["series"] if each["name"] == "nvme"]
-    rounds, rows = counted(series), []
+    (series,) = [s for s in result["series"] if s["name"] == "nvme"]
+    rounds, rows = counted_rounds(series), []
     for name in rounds[0]:
-        seconds = statistics.median(each[name]["seconds"] for each in rounds)
-        moved = result["figures"].get(f"{name}, bytes per parameter and step")
-        told = ("", "") if moved is None else (f"{moved['read']:.1f}", f"{moved['peak_rss_bytes'] / 1e9:.2f} GB")
-        rows.append((MICRO_BATCHES.get(name, name), f"{seconds:.2f} s", *told))
+        seconds = statistics.median(runs[name]["seconds"] for runs in rounds)
+        figures = result["figures"].get(f"{name}, bytes per parameter and step")
+        traffic = (
+            ("", "") if figures is None else (f"{figures['read']:.1f}", f"{figures['peak_rss_bytes'] / 1e9:.2f} GB")
+        )
+        rows.append((MICRO_BATCHES.get(name, name), f"{seconds:.2f} s", *traffic))
     options, parameters = result["options"], result["figures"]["parameters"]
-    what = f"{parameters / 1e6:.0f} M parameters in {options['dtype']}, {options['micro_batches']} micro-batches of "
-    text = markdown((f"{what}{options['tokens']} tokens", "a step", "read, bytes per parameter", "peak memory"), rows)
+    model = f"{parameters / 1e6:.0f} M parameters in {options['dtype']}, {options['micro_batches']} micro-batches of "
+    text = markdown((f"{model}{options['tokens']} tokens", "a step", "read, bytes per parameter", "peak memory"), rows)
     return f"{text}\n\nOn {machine_of([result])}."
 
 
@@ -193,20 +199,20 @@ STEPS = {
 def steps(*results: Mapping[str, Any]) -> str:
     """Step time, peak memory and traffic of each contestant."""
     rows = []
-    for (name, candidate), (label, what) in STEPS.items():
+    for (name, candidate), (label, mark) in STEPS.items():
         result = next(r for r in results if name in r["options"]["tier"])
         series = next(s for s in result["series"] if s["name"] == name)
-        seconds = statistics.median(r[candidate]["seconds"] for r in counted(series))
+        seconds = statistics.median(r[candidate]["seconds"] for r in counted_rounds(series))
         peak = result["figures"].get(f"{name}: {candidate}, peak memory")
-        moved = result["figures"].get(f"{name}: {candidate}, bytes per parameter and step")
-        entry = None if what is None else mark_of(result, what)
+        nbytes = result["figures"].get(f"{name}: {candidate}, bytes per parameter and step")
+        entry = None if mark is None else mark_of(result, mark)
         rows.append(
             (
                 label,
                 f"{seconds:.2f} s",
                 "-" if peak is None else f"{peak / 1e9:.2f} GB",
-                "-" if moved is None else f"{moved['ours'] / result['figures']['parameters']:.1f}",
-                "-" if entry is None else measured(entry),
+                "-" if nbytes is None else f"{nbytes['ours'] / result['figures']['parameters']:.1f}",
+                "-" if entry is None else format_measured(entry),
                 "-" if entry is None else goal(entry),
             )
         )
@@ -216,13 +222,13 @@ def steps(*results: Mapping[str, Any]) -> str:
 
 def sizes(*results: Mapping[str, Any]) -> str:
     """Step time and peak memory of each contestant by size of model."""
-    found = plot.points_of(results)
-    counts = sorted({point.numel for points in found.values() for point in points})
+    points_by_key = plot.points_of(results)
+    counts = sorted({point.numel for points in points_by_key.values() for point in points})
     rows = []
-    for who, points in found.items():
+    for key, points in points_by_key.items():
         by_numel = {point.numel: point for point in points}
         cells = [_step_and_peak(by_numel[numel]) if numel in by_numel else "-" for numel in counts]
-        rows.append((plot.STYLES[who][0].replace("\n", " "), *cells))
+        rows.append((plot.STYLES[key][0].replace("\n", " "), *cells))
     return markdown(("", *(f"{numel / 1e6:,.0f} M" for numel in counts)), rows)
 
 
@@ -282,23 +288,25 @@ def memory(*results: Mapping[str, Any]) -> str:
             name, _, size = entry["what"].removesuffix(f": {FLAT}").partition(" (")
             budget = "one fixed budget" if name in result["options"]["shapes"] else "none"
             numel = size.removesuffix(" parameters)") or result_numel(result, name)
-            rows.append((f"GPT, {name}" if budget != "none" else name, numel, budget, measured(entry), goal(entry)))
+            rows.append(
+                (f"GPT, {name}" if budget != "none" else name, numel, budget, format_measured(entry), goal(entry))
+            )
     return markdown(("model", "parameters", "budget", "peak / plan", "goal"), rows)
 
 
 def result_numel(result: Mapping[str, Any], name: str) -> str:
     """The size of a model as the figures of its result tell it."""
     return next(
-        m[1] for what in result["figures"] if (m := re.fullmatch(rf"{re.escape(name)} \((.*) parameters\)", what))
+        m[1] for figure in result["figures"] if (m := re.fullmatch(rf"{re.escape(name)} \((.*) parameters\)", figure))
     )
 
 
 def rank_memory_ratios(result: Mapping[str, Any]) -> str:
     """Memory of all processes against the plan: stages down, ranks across."""
     cells = {
-        (found[1], found[2]): entry
+        (match[1], match[2]): entry
         for entry in result["marks"]
-        if (found := re.fullmatch(r"stage (\d), (.*): memory of all processes / plan", entry["what"]))
+        if (match := re.fullmatch(r"stage (\d), (.*): memory of all processes / plan", entry["what"]))
     }
     across = list(dict.fromkeys(world for _, world in cells))
     rows = []
@@ -325,14 +333,16 @@ def checkpoints(*results: Mapping[str, Any]) -> str:
     rows = []
     for result in results:
         (tier,) = result["options"]["tier"]
-        for kind, label, what, figure in CHECKPOINTS:
+        for kind, label, mark, figure in CHECKPOINTS:
             series = next(s for s in result["series"] if s["name"] == f"{tier}: {kind}")
-            entry = mark_of(result, f"{tier}: {what}, ours / deepspeed")
-            both = []
-            for who in ("ours", "deepspeed"):
-                value = statistics.median({**r[who]["figures"], **r[who]}[figure] for r in counted(series))
-                both.append(f"{value / 1e9:.2f} GB" if figure.endswith("bytes") else f"{value:.2f} s")
-            rows.append((PLACES[tier], label, *both, measured(entry), goal(entry)))
+            entry = mark_of(result, f"{tier}: {mark}, ours / deepspeed")
+            values = []
+            for contestant in ("ours", "deepspeed"):
+                value = statistics.median(
+                    {**r[contestant]["figures"], **r[contestant]}[figure] for r in counted_rounds(series)
+                )
+                values.append(f"{value / 1e9:.2f} GB" if figure.endswith("bytes") else f"{value:.2f} s")
+            rows.append((PLACES[tier], label, *values, format_measured(entry), goal(entry)))
     return markdown(("states", "", "ours", "DeepSpeed", "ours / DeepSpeed", "goal"), rows)
 
 
@@ -475,13 +485,13 @@ def block(name: str) -> str:
     """A table with its marks and the files it comes from; raises KeyError for a name that is unknown."""
     table = TABLES[name]
     files = ", ".join(f"benchmarks/results/{source}.json" for source in table.sources)
-    text = table.make(*(kept(source) for source in table.sources))
+    text = table.make(*(load_result(source) for source in table.sources))
     return f"<!-- table: {name} -->\n<!-- from {files} -->\n\n{text}\n\n<!-- end -->"
 
 
-def refreshed(page: str) -> str:
+def refresh(page: str) -> str:
     """The text of a page with all its tables as the results have them."""
-    return BLOCK.sub(lambda found: block(found["name"]), page)
+    return BLOCK.sub(lambda match: block(match["name"]), page)
 
 
 def pages() -> list[Path]:
@@ -500,7 +510,7 @@ def main() -> None:
         return
     for page in pages():
         before = page.read_text(encoding="utf-8")
-        if (after := refreshed(before)) != before:
+        if (after := refresh(before)) != before:
             page.write_text(after, encoding="utf-8")
             print(page)
 

@@ -20,10 +20,10 @@ def run(*command: str | Path) -> str:
     """What a command prints. Raises CannotThrottle when it fails."""
     if shutil.which(str(command[0])) is None:
         raise CannotThrottle(f"{command[0]} is not installed")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise CannotThrottle(f"{' '.join(map(str, command))}: {done.stderr.strip()}")
-    return done.stdout.strip()
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode != 0:
+        raise CannotThrottle(f"{' '.join(map(str, command))}: {process.stderr.strip()}")
+    return process.stdout.strip()
 
 
 class ThrottledDisks:

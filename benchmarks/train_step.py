@@ -123,9 +123,9 @@ def muon(report: Report, bench: Bench, tier: str, options: argparse.Namespace) -
     report.figure(f"{tier}: bf16 matmul", rate, f"{rate / 1e12:.3f} TFLOP/s")
     floor = series.ratios(lambda r: r[ORTHOGONAL].seconds / r[ORTHOGONAL].figures["floor_seconds"])
     report.mark(f"{tier}: {ORTHOGONAL} / its operations at that rate", floor)
-    for other in ("AdamW", ORTHOGONAL):
-        ratios = series.ratios(lambda r, other=other: r["Muon"].seconds / r[other].seconds)
-        report.mark(f"{tier}: Muon / {other}, step time", ratios)
+    for baseline in ("AdamW", ORTHOGONAL):
+        ratios = series.ratios(lambda r, baseline=baseline: r["Muon"].seconds / r[baseline].seconds)
+        report.mark(f"{tier}: Muon / {baseline}, step time", ratios)
     for name in candidates if tier == "nvme" else ():
         show_bytes(report, bench, series, name)
 
@@ -138,13 +138,13 @@ def rival_at_its_best(report: Report, bench: Bench, tier: str) -> Series | None:
         return None
     runs: list[Series] = []
     for name, settings in rival_settings(tier).items():
-        what = f"{tier}: deepspeed, {name}"
+        label = f"{tier}: deepspeed, {name}"
         run = bench.rival(tier, settings)
         try:
-            series = measure(what, {RIVAL: tagged(run, settings)}, rounds=1, warmups=0)
+            series = measure(label, {RIVAL: tagged(run, settings)}, rounds=1, warmups=0)
         except RivalMissing as error:
             # A setting that fails is not a rival that is missing.
-            report.figure(f"{what}: failed", str(error))
+            report.figure(f"{label}: failed", str(error))
             continue
         report.keep(series)
         runs.append(series)
@@ -184,16 +184,16 @@ def show_bytes(report: Report, bench: Bench, series: Series, name: str) -> None:
     figures = series.rounds[-1][name].figures
     planned = figures["plan_rows"]
     stored = {plane: sum(n for tier, p, n in planned if tier == "nvme" and p == plane) for _, plane, _ in planned}
-    # A weight is read for the forward (with its record) and for the backward, and written; a record and a
+    # A weight is read for the forward (with its optimizer state) and for the backward, and written; a state and a
     # spilled gradient are each read and written once.
     formula = 3 * stored.get("weights", 0) + 2 * stored.get("optimizer states", 0) + 2 * stored.get("gradients", 0)
-    ours = series.median(name, "nvme_read_bytes") + series.median(name, "nvme_write_bytes")
-    kernel = series.median(name, "process_read_bytes") + series.median(name, "process_write_bytes")
-    off = f"{(ours / formula - 1) * 100:+.1f} % of the formula" if formula else "nothing on NVMe by the formula"
+    our_bytes = series.median(name, "nvme_read_bytes") + series.median(name, "nvme_write_bytes")
+    kernel_bytes = series.median(name, "process_read_bytes") + series.median(name, "process_write_bytes")
+    off = f"{(our_bytes / formula - 1) * 100:+.1f} % of the formula" if formula else "nothing on NVMe by the formula"
     report.figure(
         f"nvme: {name}, bytes per parameter and step",
-        {"ours": ours, "kernel": kernel, "formula": formula},
-        f"{ours / bench.shape.numel:.2f} (kernel {kernel / bench.shape.numel:.2f}), {off}",
+        {"ours": our_bytes, "kernel": kernel_bytes, "formula": formula},
+        f"{our_bytes / bench.shape.numel:.2f} (kernel {kernel_bytes / bench.shape.numel:.2f}), {off}",
     )
 
 

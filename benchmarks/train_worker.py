@@ -35,7 +35,7 @@ from offload.sizes import PAGE_BYTES, align_up
 from zero.optim.muon import is_hidden_matrix
 
 RECORD_BYTES = 48 << 20
-"""A sub-group's record and weights: what a step moves at once."""
+"""A sub-group's optimizer state and weights: what a step moves at once."""
 RECORDS_IN_FLIGHT = 4
 NS_STEPS, COEFFICIENTS = 5, (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 MATMULS = 20
@@ -136,11 +136,11 @@ def newton_schulz(spec: dict[str, Any]) -> dict[str, Any]:
     shape, device = Shape(**spec["shape"]), compute_device()
     with torch.device("meta"):
         shapes = [tuple(p.shape) for name, p in GPT(shape).named_parameters() if is_hidden_matrix(name, p)]
-    matrices = {each: torch.randn(each, device=device) for each in shapes}
+    matrices = {matrix_shape: torch.randn(matrix_shape, device=device) for matrix_shape in shapes}
 
     def step() -> None:
-        for each in shapes:
-            _zeropower_via_newtonschulz(matrices[each], COEFFICIENTS, NS_STEPS, EPS)
+        for matrix_shape in shapes:
+            _zeropower_via_newtonschulz(matrices[matrix_shape], COEFFICIENTS, NS_STEPS, EPS)
         if device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -204,8 +204,8 @@ def disk(spec: dict[str, Any]) -> dict[str, Any]:
     Records of the step's size through this project's I/O engine, after all of the file has been written with
     random bytes. `seconds` is the median of their sum over the rounds.
     """
-    wanted = {"write": spec["write_bytes"], "read": spec["read_bytes"]}
-    records = max(-(-max(wanted.values()) // RECORD_BYTES), 1)
+    sizes = {"write": spec["write_bytes"], "read": spec["read_bytes"]}
+    records = max(-(-max(sizes.values()) // RECORD_BYTES), 1)
     buffers = [tensor_over(map_host(RECORD_BYTES)) for _ in range(RECORDS_IN_FLIGHT)]
     for buffer in buffers:
         buffer.random_(0, 256)
@@ -215,33 +215,33 @@ def disk(spec: dict[str, Any]) -> dict[str, Any]:
     )
     loop = asyncio.new_event_loop()
 
-    async def lane(first: int, *, write: bool, nbytes: int) -> None:
+    async def move_lane(first: int, *, write: bool, nbytes: int) -> None:
         for begin in range(first * RECORD_BYTES, nbytes, len(buffers) * RECORD_BYTES):
             part = buffers[first][: min(RECORD_BYTES, nbytes - begin)]
             await (device.write(begin, part) if write else device.read(begin, part))
 
     async def everything(*, write: bool, nbytes: int) -> None:
-        await asyncio.gather(*(lane(first, write=write, nbytes=nbytes) for first in range(len(buffers))))
+        await asyncio.gather(*(move_lane(first, write=write, nbytes=nbytes) for first in range(len(buffers))))
 
-    def once(what: str, nbytes: int) -> float:
+    def run_once(kind: str, nbytes: int) -> float:
         begin = time.perf_counter()
-        loop.run_until_complete(everything(write=what == "write", nbytes=nbytes))
+        loop.run_until_complete(everything(write=kind == "write", nbytes=nbytes))
         return time.perf_counter() - begin
 
     try:
-        once("write", records * RECORD_BYTES)
+        run_once("write", records * RECORD_BYTES)
         rounds = [
-            {what: once(what, align_up(nbytes, PAGE_BYTES)) for what, nbytes in wanted.items()}
+            {kind: run_once(kind, align_up(nbytes, PAGE_BYTES)) for kind, nbytes in sizes.items()}
             for _ in range(spec["steps"])
         ]
     finally:
         device.aio.close()
         device.swap.close()
         loop.close()
-    sums = [sum(each.values()) for each in rounds]
+    sums = [sum(seconds.values()) for seconds in rounds]
     return {
         "seconds": statistics.median(sums),
-        **{f"{what}_seconds": [each[what] for each in rounds] for what in wanted},
+        **{f"{kind}_seconds": [seconds[kind] for seconds in rounds] for kind in sizes},
     }
 
 
@@ -249,8 +249,8 @@ def main() -> None:
     """Run the contestant that the specification names and print its figures."""
     spec = json.loads(sys.argv[1])
     torch.manual_seed(0)
-    known = (ours, plain, resident, activations, newton_schulz, disk)
-    result = {contestant.__name__: contestant for contestant in known}[spec["contestant"]](spec)
+    contestants = (ours, plain, resident, activations, newton_schulz, disk)
+    result = {contestant.__name__: contestant for contestant in contestants}[spec["contestant"]](spec)
     emit("done", **result, peak_rss_bytes=peak_rss_bytes(), torch=torch.__version__)
 
 

@@ -18,7 +18,7 @@ PAGES = {page.relative_to(tables.ROOT).as_posix(): page.read_text(encoding="utf-
 def test_a_measured_table_says_what_its_results_say(page: str) -> None:
     text = PAGES[page]
     assert text.count("<!-- table:") == len(tables.BLOCK.findall(text)), "a mark of a table has no end"
-    assert tables.refreshed(text) == text, "python -m benchmarks.tables --write"
+    assert tables.refresh(text) == text, "python -m benchmarks.tables --write"
 
 
 def test_every_table_stands_on_a_page() -> None:
@@ -28,19 +28,19 @@ def test_every_table_stands_on_a_page() -> None:
 
 def test_a_figure_that_was_changed_by_hand_is_found() -> None:
     text = f"before\n\n{tables.block('ranks')}\n\nafter\n"
-    assert tables.refreshed(text) == text
+    assert tables.refresh(text) == text
     forged = text.replace("1.34", "1.24", 1)
-    assert forged != text and tables.refreshed(forged) == text
+    assert forged != text and tables.refresh(forged) == text
     with pytest.raises(KeyError):
-        tables.refreshed("<!-- table: nothing -->\n<!-- end -->")
+        tables.refresh("<!-- table: nothing -->\n<!-- end -->")
 
 
 def test_rounding_does_not_hide_a_missed_goal_and_one_run_has_no_interval() -> None:
     entry = {"median": 1.2504, "low": 1.0, "high": 1.5, "at_least": None, "at_most": 1.25, "verdict": "MISSED"}
-    assert tables.measured({**entry, "values": [1.0, 1.2504, 1.5]}) == "1.2504 [1.00, 1.50]"
+    assert tables.format_measured({**entry, "values": [1.0, 1.2504, 1.5]}) == "1.2504 [1.00, 1.50]"
     assert tables.goal(entry) == "<= 1.25, **missed**"
     met = {**entry, "median": 1.2, "verdict": "met", "values": [1.2]}
-    assert (tables.measured(met), tables.goal(met)) == ("1.20 (one run)", "<= 1.25")
+    assert (tables.format_measured(met), tables.goal(met)) == ("1.20 (one run)", "<= 1.25")
     assert tables.goal({**met, "at_most": None, "verdict": ""}) == "-"
 
 
