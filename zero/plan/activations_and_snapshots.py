@@ -1,4 +1,4 @@
-"""Memory in the plan besides planes: for saved activations, and for the second slots of snapshots.
+"""Memory in the plan besides tiered arrays: for saved activations, and for the second slots of snapshots.
 
 The size of activations depends on the batch: the user sets it, or the memory grows when it is needed.
 """
@@ -35,24 +35,24 @@ def plan_activations(config: Config) -> ActivationPlan:
     nbytes = None if block.activation_bytes is None else align_up(block.activation_bytes, PAGE_BYTES)
     if tier == HOST and nbytes is None and isinstance(budget, int):
         raise BudgetError(
-            f"{ACTIVATION_BYTES_KEY}: expected bytes, because memory_budget.host is {budget:,} and saved activations go to host "
-            "memory; set how many of these bytes they may take"
+            f"{ACTIVATION_BYTES_KEY}: expected bytes, because memory_budget.host is {budget:,} and saved activations "
+            "go to host memory; set how many of these bytes they may take"
         )
     if tier != NVME:
         return ActivationPlan(tier, nbytes)
-    passing_bytes = PIECES_IN_FLIGHT * PIECE_BYTES
+    in_flight_bytes = PIECES_IN_FLIGHT * PIECE_BYTES
     if nbytes is None:
-        return ActivationPlan(tier, nbytes, passing_bytes, STEP_BYTES)
-    return ActivationPlan(tier, nbytes, min(passing_bytes, nbytes), nbytes)
+        return ActivationPlan(tier, nbytes, in_flight_bytes, STEP_BYTES)
+    return ActivationPlan(tier, nbytes, min(in_flight_bytes, nbytes), nbytes)
 
 
 def plan_snapshots(plan: Plan, sizes: ArraySizes, offload: OffloadOptimizerConfig) -> int:
-    """Bytes of NVMe that snapshots take in addition to the planes there; a note in the plan says what they cost.
+    """Bytes of NVMe that snapshots take in addition to the tiered arrays there; a note in the plan says what they cost.
 
     Args:
         plan: complete, except for the result of this function.
-        sizes: sizes of its planes.
-        offload: the block that asks for snapshots.
+        sizes: sizes of its tiered arrays.
+        offload: the block that configures snapshots.
 
     Raises:
         ConfigError: states are not on NVMe.
@@ -66,22 +66,22 @@ def plan_snapshots(plan: Plan, sizes: ArraySizes, offload: OffloadOptimizerConfi
             f'offload_optimizer.device "nvme", got "{offload.device}"; set it, or remove the block'
         )
     plan.snapshots = True
-    both = in_memory = through = 0
+    slot_bytes = in_memory_bytes = written_bytes = 0
     for unit in sizes.layout.units:
         nbytes = unit.shard_numel * unit.dtype.itemsize
-        both += 2 * nbytes
+        slot_bytes += 2 * nbytes
         if plan.weight_tiers[unit.index] != NVME:
-            in_memory += nbytes
-            through += nbytes if unit.trainable else 0
+            in_memory_bytes += nbytes
+            written_bytes += nbytes if unit.trainable else 0
     for group, tier in zip(plan.sub_groups, plan.state_tiers, strict=True):
         nbytes = sizes.state_bytes(group)
-        both += 2 * nbytes
+        slot_bytes += 2 * nbytes
         if tier != NVME:
-            in_memory += nbytes
-            through += nbytes
-    often = "step" if snapshot.every == 1 else f"{snapshot.every} steps"
+            in_memory_bytes += nbytes
+            written_bytes += nbytes
+    interval = "step" if snapshot.every == 1 else f"{snapshot.every} steps"
     plan.notes.append(
-        f"snapshots: weights and states take {format_bytes(both)} of NVMe, twice their size; every {often} "
-        f"{format_bytes(through)} of them that are kept in memory are written too ({through:,} bytes)"
+        f"snapshots: weights and states take {format_bytes(slot_bytes)} of NVMe, twice their size; every {interval} "
+        f"{format_bytes(written_bytes)} of them that are kept in memory are written too ({written_bytes:,} bytes)"
     )
-    return both // 2 + in_memory
+    return slot_bytes // 2 + in_memory_bytes

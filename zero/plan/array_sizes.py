@@ -1,4 +1,4 @@
-"""Sizes of planes on one rank, and the rows of a plan."""
+"""Sizes of tiered arrays on one rank, and the rows of a plan."""
 
 from __future__ import annotations
 
@@ -21,48 +21,51 @@ class ArraySizes:
     """Sizes for one model.
 
     Args:
-        layout: units and spaces.
+        layout: units and address spaces.
         state_dtype: dtype of the states.
-        states: names of the state planes of each update rule.
+        states: names of the optimizer states of each update rule.
         wide: gradients are accumulated in fp32 from the start.
     """
 
     def __init__(
         self, layout: Layout, state_dtype: torch.dtype, states: tuple[tuple[str, ...], ...], *, wide: bool
     ) -> None:
-        self.layout, self._state_dtype, self._states, self._wide = layout, state_dtype, states, wide
+        self.layout = layout
+        self._state_dtype = state_dtype
+        self._states = states
+        self._wide = wide
 
     def weight_bytes(self, unit: Unit) -> int:
-        """Bytes of a unit's weights on this rank: its slice, or the whole unit if it is persistent."""
+        """Bytes of a unit's weights on this rank: its shard, or the whole unit if it is persistent."""
         return (unit.numel if unit.persistent else unit.shard_numel) * unit.dtype.itemsize
 
     def gradient_bytes(self, unit: Unit) -> int:
-        """Bytes of this rank's slice of a unit's gradient."""
+        """Bytes of this rank's shard of a unit's gradient."""
         return unit.shard_numel * (4 if self._wide else unit.dtype.itemsize)
 
     def state_bytes(self, group: SubGroup) -> int:
-        """Bytes of a sub-group's state record."""
+        """Bytes of a sub-group's optimizer state."""
         return self.state_format(self.layout.spaces[group.space]).nbytes(group.end - group.begin)
 
     def state_format(self, address_space: AddressSpace) -> StateFormat:
         return StateFormat(address_space.remainder, self._state_dtype, self._states[address_space.rule])
 
     def all_states_bytes(self, numel: int) -> int:
-        """Bytes of all records if sub-groups have `numel` elements."""
+        """Bytes of all optimizer states if sub-groups have `numel` elements."""
         total = 0
-        for space, begin, end, each in self.layout.sub_group_runs(numel):
-            whole, rest = divmod(end - begin, each)
-            record = self.state_format(self.layout.spaces[space])
-            total += whole * record.nbytes(each) + record.nbytes(rest)
+        for space, begin, end, group_numel in self.layout.sub_group_runs(numel):
+            count, last_numel = divmod(end - begin, group_numel)
+            state_format = self.state_format(self.layout.spaces[space])
+            total += count * state_format.nbytes(group_numel) + state_format.nbytes(last_numel)
         return total
 
 
 def padding_notes(trained: Iterable[Unit], ranks: int) -> list[str]:
     """A note about padding in units that are updated as whole parameters, if there is much of it."""
-    whole = [unit for unit in trained if unit.needs_whole_parameters]
-    numel = sum(unit.numel for unit in whole)
-    share = 1 - sum(slot.numel for unit in whole for slot in unit.slots) / max(numel, 1)
-    if not whole or share < PADDING_WORTH_A_NOTE:
+    units = [unit for unit in trained if unit.needs_whole_parameters]
+    numel = sum(unit.numel for unit in units)
+    share = 1 - sum(slot.numel for unit in units for slot in unit.slots) / max(numel, 1)
+    if not units or share < PADDING_WORTH_A_NOTE:
         return []
     why = (
         f": each of the {ranks} ranks updates some of them whole, and they cannot be divided evenly"
@@ -87,7 +90,7 @@ def rows_of(plan: Plan, sizes: ArraySizes, pools: PoolSizes) -> Iterable[PlanRow
     yield PlanRow(DEVICE, "gathered units", plan.unit_pool_bytes)
     yield PlanRow(DEVICE, "copies of units in use", plan.unit_copy_bytes)
     yield PlanRow(DEVICE, "flat gradients in flight", plan.gradient_pool_bytes)
-    yield PlanRow(DEVICE, "slices in flight between ranks", plan.collective_bytes)
+    yield PlanRow(DEVICE, "shards in flight between ranks", plan.collective_bytes)
     yield PlanRow(DEVICE, "gradients of this rank, not reduced yet", plan.deferred_bytes)
     yield PlanRow(DEVICE, "updates in flight", plan.update_pool_bytes)
     yield PlanRow(DEVICE if pools.on_gpu else HOST, WHOLE_PARAMETER_ROW, pools.whole_parameter_bytes())

@@ -77,12 +77,12 @@ def cover_model(
 
 def _refuse_shared_memory(leaves: list[Leaf], trainable: Mapping[int, int]) -> None:
     """Two parameters in the same memory are one weight in torch; here each would have a place and steps of its own."""
-    found: dict[tuple[int, int], Leaf] = {}
+    leaf_at: dict[tuple[int, int], Leaf] = {}
     for leaf in leaves:
         p = leaf.parameter
         if not p.numel() or p.is_meta or p.layout != torch.strided or is_managed(p):
             continue
-        first = found.setdefault((p.untyped_storage()._cdata, int(p.storage_offset())), leaf)
+        first = leaf_at.setdefault((p.untyped_storage()._cdata, int(p.storage_offset())), leaf)
         if first is not leaf and (id(p) in trainable or id(first.parameter) in trainable):
             raise ConfigError(
                 f"parameter {leaf.names[0]}: its memory is that of {first.names[0]}, so training would untie the two; "

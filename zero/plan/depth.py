@@ -1,14 +1,14 @@
-"""The depth of a plan: how much it holds on the device at once, from the least possible to all spare memory.
+"""The depth of a plan: how much is on the device at once, from the least possible to all spare memory.
 
 [Note: the rule] The planner tries one depth after the other, deepest first, and takes the first plan that fits.
 
 1. *Deep*: four neighbouring units are gathered (one in use, one or two prefetched, one kept), with room for one more,
    so that holes between blocks of unequal size block nothing. There are two flat gradients, so that one is moved away
-   while the next is made. With `memory_budget.device` the rest of the budget is used for gathered units. Without it
+   while the next is made. With `memory_budget.device` what remains of the budget is used for gathered units. Without it
    this is done on a GPU as long as these pools stay within a fifth of the free memory; on a CPU, device memory is host
    memory and is not used for this.
 2. *Lean*: three neighbours, two gradients. Without a budget it is the deepest if deep takes more than that fifth.
-3. *Short*: two neighbours, one gradient. Like lean it takes at most half of the free memory: the rest is for
+3. *Short*: two neighbours, one gradient. Like lean it takes at most half of the free memory: the other half is for
    activations, and for the gradients that autograd makes.
 4. *Least*: the units of one call, one gradient, no prefetching. It takes as much as it needs.
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from zero.params.units import LiveNumels
 
 FREE_SHARE = 0.2
-"""Part of a device's free memory that a plan without a budget may fill; the rest is for activations."""
+"""Part of a device's free memory that a plan without a budget may fill; what remains is for activations."""
 
 
 POOL_SHARE = 0.5
@@ -55,7 +55,7 @@ def depths(uses: LiveNumels, largest_numel: int) -> tuple[Depth, Depth, Depth, D
     """Deep, lean, short and least.
 
     Args:
-        uses: uses of the model's units that are fetched and released.
+        uses: uses of the model's units that are fetched and evicted.
         largest_numel: elements of the largest of these units.
     """
     around = uses.enclosing_max

@@ -24,7 +24,7 @@ class Machine:
     """Limits read once, before anything is allocated."""
 
     available_bytes: int
-    """Host memory available without swapping: the smaller of MemAvailable and the cgroup's rest."""
+    """Host memory available without swapping: the smaller of MemAvailable and what the cgroup leaves."""
     available_source: str
     """The name of the smaller one."""
     memlock_bytes: int | None
@@ -47,10 +47,10 @@ def machine_to_plan(device: torch.device, closing: Collection[LinearPool] = ()) 
 
     `closing`: memory that is about to be closed, and will not be touched.
     """
-    found = read_machine(device)
-    available = max(found.available_bytes - unfaulted_pool_bytes(closing), 0)
-    on_device = found.device_bytes if is_accelerator(device) else available
-    return replace(found, available_bytes=available, device_bytes=on_device)
+    machine = read_machine(device)
+    available = max(machine.available_bytes - unfaulted_pool_bytes(closing), 0)
+    on_device = machine.device_bytes if is_accelerator(device) else available
+    return replace(machine, available_bytes=available, device_bytes=on_device)
 
 
 def read_machine(device: torch.device) -> Machine:
@@ -69,9 +69,9 @@ def read_machine(device: torch.device) -> Machine:
 
 def available_memory() -> tuple[int, str]:
     """Host memory available without swapping now [bytes], and the source of this number."""
-    available, rest = psutil.virtual_memory().available, cgroup_free_bytes()
-    if rest is not None and rest < available:
-        return rest, "the memory cgroup's limit"
+    available, cgroup_bytes = psutil.virtual_memory().available, cgroup_free_bytes()
+    if cgroup_bytes is not None and cgroup_bytes < available:
+        return cgroup_bytes, "the memory cgroup's limit"
     return available, "MemAvailable"
 
 
@@ -81,15 +81,15 @@ def peak_rss_bytes() -> int:
 
 
 def cgroup_free_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The smallest rest among the memory cgroups of this process and their parents (v2 or v1); None without a limit."""
+    """The least free memory of the memory cgroups of this process and their parents (v2 or v1); None: no limit."""
     groups = memory_groups(proc, cgroups)
-    rests = [_free_bytes(folder, is_v2) for folder, _, is_v2 in groups]
-    return min((rest for rest in rests if rest is not None), default=None)
+    free_bytes = [_free_bytes(folder, is_v2) for folder, _, is_v2 in groups]
+    return min((nbytes for nbytes in free_bytes if nbytes is not None), default=None)
 
 
 def _free_bytes(folder: Path, is_v2: bool) -> int | None:
     """Limit minus anonymous and shared memory of one cgroup: pages of files can be reclaimed."""
-    limit, held = limit_bytes(folder, is_v2=is_v2), table_in(folder / "memory.stat")
-    if limit is None or not held:
+    limit, statistics = limit_bytes(folder, is_v2=is_v2), table_in(folder / "memory.stat")
+    if limit is None or not statistics:
         return None
-    return max(limit - sum(held.get(key, 0) for key in (UNRECLAIMABLE_V2 if is_v2 else UNRECLAIMABLE_V1)), 0)
+    return max(limit - sum(statistics.get(key, 0) for key in (UNRECLAIMABLE_V2 if is_v2 else UNRECLAIMABLE_V1)), 0)

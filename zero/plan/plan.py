@@ -4,8 +4,8 @@ The engine allocates from the plan's fields; the rows are their sums, and a memo
 turns budgets into depth and caching; it never changes the layout, so it never changes a result.
 
 [Note: why more memory never means more traffic] Host memory is used in a fixed order: first the working set, which
-grows with the budget up to a fixed size, then cached weights, gradients and states, each as a prefix of its space. A
-larger budget therefore caches a superset.
+grows with the budget up to a fixed size, then cached weights, gradients and states, each as a prefix of its address
+space. A larger budget therefore caches a superset.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Plan:
     weight_tiers: dict[int, str] = field(default_factory=dict)
     """Unit index -> tier of its weights."""
     unsharded_units: frozenset[int] = frozenset()
-    """Indices of units with several slices whose home holds all slices, in one piece."""
+    """Indices of units with several shards whose home has all shards, in one piece."""
     gradient_tiers: dict[int, str] = field(default_factory=dict)
     """Trainable unit index -> tier of its gradient."""
     passes: int = 1
@@ -100,22 +100,22 @@ class Plan:
     gradient_wide: bool = False
     """Gradients are accumulated in fp32 from the start, because the config has more than one micro-batch."""
     accumulation: torch.dtype = torch.float32
-    """Dtype in which several contributions to a gradient are added up; 16-bit only for gradients that are kept so."""
+    """Dtype in which several contributions to a gradient are added up; 16-bit only for gradients that are stored so."""
     sub_groups: tuple[SubGroup, ...] = ()
-    """In the order of spaces, and of coordinates in a space."""
+    """In the order of address spaces, and of coordinates in them."""
     state_tiers: tuple[str, ...] = ()
-    """Tier of each sub-group's state record."""
+    """Tier of each sub-group's optimizer state."""
     snapshots: bool = False
-    """Weights and records have two places on NVMe each, on every tier, so that the last snapshot is not overwritten."""
+    """Weights and states have two slots on NVMe each, on every tier, so that the last snapshot is not overwritten."""
     state_dtype: torch.dtype = torch.float32
     """Dtype of the optimizer's states; uint8 for 8-bit codes with scales."""
     states: tuple[tuple[str, ...], ...] = (ADAM_STATES,)
-    """Names of the state planes of each update rule."""
+    """Names of the optimizer states of each update rule."""
     states_only: bool = False
     """Weights and gradients are in the user's memory, whose addresses are passed to each update."""
     sub_groups_in_flight: int = 4
     host_pool_bytes: int = 0
-    """Host arena: records in flight and staging chunks."""
+    """Host pool: optimizer states in flight and staging chunks."""
     unit_pool_bytes: int = 0
     """Device memory for gathered units."""
     unit_copy_bytes: int = 0
@@ -123,13 +123,13 @@ class Plan:
     gradient_pool_bytes: int = 0
     """Device memory for flat gradients that cannot be written in place."""
     collective_bytes: int = 0
-    """Device memory for slices of a gradient that other ranks send."""
+    """Device memory for shards of a gradient that other ranks send."""
     deferred_bytes: int = 0
     """Device memory for whole gradients that are accumulated before they are reduced."""
     secondary_shard_bytes: dict[int, int] = field(default_factory=dict)
-    """Unit index -> bytes of device memory for this rank's part in its group of neighbours; empty without hpZ."""
+    """Unit index -> bytes of device memory for this rank's secondary shard; empty without hpZ."""
     update_pool_bytes: int = 0
-    """Device memory of updates on a GPU, for planes that do not live there."""
+    """Device memory of updates on a GPU, for values that do not live there."""
     small_bytes: int = 0
     """Device memory for states whose shape differs from their parameter's."""
     second_slot_bytes: int = 0
@@ -144,15 +144,15 @@ class Plan:
     """Resident memory of the process when the plan was made."""
 
     def state_format(self, address_space: AddressSpace) -> StateFormat:
-        """The format of a space's state records."""
+        """The format of the optimizer states of an address space."""
         return StateFormat(address_space.remainder, self.state_dtype, self.states_of(address_space))
 
     def states_of(self, owner: AddressSpace | Unit) -> tuple[str, ...]:
-        """Names of the state planes of trained parameters in that space or unit."""
+        """Names of the optimizer states of trained parameters in that address space or unit."""
         return self.states[owner.rule]
 
     def groups_over(self, space: int, begin: int, end: int) -> Iterator[SubGroup]:
-        """The sub-groups that have some of coordinates [begin, end) of a space, in order."""
+        """The sub-groups that have some of coordinates [begin, end) of an address space, in order."""
         first = bisect_right(self.sub_groups, (space, begin), key=lambda group: (group.space, group.end))
         for index in range(first, len(self.sub_groups) if begin < end else first):
             group = self.sub_groups[index]

@@ -31,14 +31,14 @@ SUB_GROUP_NUMEL_MAX = 4 << 20
 SUB_GROUP_NUMEL_IN_PLACE = 16 << 20
 """If updates work in place: for 4 M elements, starting the update in Python takes longer than a GPU's update."""
 SUB_GROUPS_MAX = 1 << 15
-"""Number of sub-groups in a space whose sub-groups are small because memory is short."""
+"""Number of sub-groups in an address space whose sub-groups are small because memory is short."""
 SUB_GROUPS_IN_FLIGHT = 4
 STAGING_CHUNK_BYTES = 2 << 20
 STAGING_CHUNKS = 8
 STAGING_CHUNKS_MIN = 2
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 AUTO_SHARE = 0.8
-"""Part of the free memory for an "auto" budget; the rest is for activations and others."""
+"""Part of the free memory for an "auto" budget; what remains is for activations and others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class PlanAttempt:
     host_share: float
     """The largest part of the free host memory that the plan may take."""
     spills_gradients: bool
-    """Gradients that do not fit into that share are kept on NVMe; False: all are in host memory."""
+    """Gradients that do not fit into that share are stored on NVMe; False: all are in host memory."""
 
 
 class _PlanDoesNotFit(Exception):
@@ -65,7 +65,7 @@ class Planner:
     """Makes one plan.
 
     Args:
-        layout: units and spaces.
+        layout: units and address spaces.
         config: validated configuration.
         machine: the available memory.
         device: units are computed there.
@@ -87,7 +87,11 @@ class Planner:
         rule_states: RuleStates = ADAM_RULE_STATES,
     ) -> None:
         zero = config.zero_optimization
-        self.layout, self.config, self.machine, self.device, self.in_place = layout, config, machine, device, in_place
+        self.layout = layout
+        self.config = config
+        self.machine = machine
+        self.device = device
+        self.in_place = in_place
         self.param_tier = tier_of(zero.offload_param.device)
         self.state_tier = tier_of(zero.offload_optimizer.device)
         self.state_dtype = STATE_DTYPES[zero.offload_optimizer.state_dtype]
@@ -107,9 +111,13 @@ class Planner:
         # If all units are persistent, micro-batches run one after the other.
         micro_batches = config.gradient_accumulation_steps or 1
         self.passes = 1 if config.vertical_accumulation and self.movable else micro_batches
-        together = self.passes < micro_batches
         self.pools = PoolSizes(
-            *(layout, device), on_gpu=not self.on_cpu, wide=self.wide, sums_micro_batches=together, placement=placement
+            layout,
+            device,
+            on_gpu=not self.on_cpu,
+            wide=self.wide,
+            sums_micro_batches=self.passes < micro_batches,
+            placement=placement,
         )
         self.largest_unit = max(self.movable, key=lambda unit: unit.numel, default=None)
 
@@ -121,9 +129,9 @@ class Planner:
             BudgetError: no plan fits; names the setting to change, and the least memory that would suffice.
         """
         refusals: list[_PlanDoesNotFit] = []
-        for effort in self._attempts():
+        for attempt in self._attempts():
             try:
-                return self._draft(effort)
+                return self._draft(attempt)
             except _PlanDoesNotFit as refusal:
                 refusals.append(refusal)
         # The last two plans take least. If they lack device memory, report that; else the refusal that needs least.
@@ -135,12 +143,12 @@ class Planner:
         least = self._depths()[-1]
         try:
             return self._draft(PlanAttempt(least, 0.0, spills_gradients=True))
-        except _PlanDoesNotFit as short:
-            self.machine = replace(self.machine, available_bytes=short.need_bytes, device_bytes=None)
+        except _PlanDoesNotFit as refusal:
+            self.machine = replace(self.machine, available_bytes=refusal.need_bytes, device_bytes=None)
             return self._draft(PlanAttempt(least, 1.0, spills_gradients=True))
 
     def _draft(self, attempt: PlanAttempt) -> Plan:
-        """A plan that fits. Raises _Short."""
+        """A plan that fits. Raises _PlanDoesNotFit."""
         depth = attempt.depth
         plan = Plan(
             self._limits(depth),
@@ -155,16 +163,16 @@ class Planner:
         )
         plan.sub_groups_in_flight = self._sub_groups_in_flight()
         plan.weight_tiers = {unit.index: DEVICE if unit.persistent else self.param_tier for unit in self.layout.units}
-        rest = self._place_host(plan, attempt)
+        free_bytes = self._place_host(plan, attempt)
         plan.unsharded_units = frozenset(unit.index for unit in self.layout.units if self._is_unsharded(unit, plan))
         self._size_pools(plan, depth)
-        self._cache_states(plan, rest, self._device_sub_group_count(plan))
+        self._cache_states(plan, free_bytes, self._device_sub_group_count(plan))
         plan.update_pool_bytes = self._update_pool_bytes(plan.sub_groups, plan.state_tiers, plan)
         plan.second_slot_bytes = plan_snapshots(plan, self.sizes, self.config.zero_optimization.offload_optimizer)
         plan.rows = tuple(row for row in rows_of(plan, self.sizes, self.pools) if row.nbytes)
-        written = step_traffic(plan, self.layout, on_gpu=not self.on_cpu).nvme_write_bytes
-        if written:
-            plan.notes.append(f"each step writes {format_bytes(written)} to NVMe ({written:,} bytes)")
+        written_bytes = step_traffic(plan, self.layout, on_gpu=not self.on_cpu).nvme_write_bytes
+        if written_bytes:
+            plan.notes.append(f"each step writes {format_bytes(written_bytes)} to NVMe ({written_bytes:,} bytes)")
         plan.notes += padding_notes(self.trained, self.placement.shard_size)
         self._check_fits(plan, attempt.host_share)
         return plan
@@ -180,16 +188,14 @@ class Planner:
             for key in ("pipeline_read", "pipeline_write")
         )
         spaces = range(len(self.layout.spaces))
-        large = any(
-            self.layout.longest_sub_group(index, 1) > SUB_GROUP_NUMEL_MAX for index in spaces
-        )  # whole parameters
-        return 1 if refused == 2 else 2 if refused or large else SUB_GROUPS_IN_FLIGHT
+        has_large = any(self.layout.longest_sub_group(index, 1) > SUB_GROUP_NUMEL_MAX for index in spaces)
+        return 1 if refused == 2 else 2 if refused or has_large else SUB_GROUPS_IN_FLIGHT
 
     def _check_fits(self, plan: Plan, host_share: float) -> None:
         """Refuse a plan that the machine cannot hold; add a note about what may be slower.
 
         Raises:
-            _Short: names the setting to change.
+            _PlanDoesNotFit: names the setting to change.
         """
         machine, host, device = self.machine, plan.tier_bytes(HOST), plan.tier_bytes(DEVICE)
         for name, need, budget in (("host", host, self.host_budget), ("device", device, self.device_budget)):
@@ -216,7 +222,7 @@ class Planner:
                 "refuses to pin them, copies are slower: raise the limit with ulimit -l"
             )
 
-    # ---- the user's wishes --------------------------------------------------------------------
+    # ---- the user's settings ------------------------------------------------------------------
 
     def _device_share(self) -> float:
         """Share of the states that the configuration puts on the device."""
@@ -240,36 +246,36 @@ class Planner:
 
     def _attempts(self) -> Iterator[PlanAttempt]:
         """The plans to try, the best first."""
-        found = self._depths()
+        candidates = self._depths()
         if self.host_budget is None:  # else the user's budget decides what is left for activations and others
-            yield from (PlanAttempt(depth, AUTO_SHARE, spills_gradients=False) for depth in found[:2])
-            yield from (PlanAttempt(depth, AUTO_SHARE, spills_gradients=True) for depth in found)
-        yield from (PlanAttempt(depth, 1.0, spills_gradients=False) for depth in found)
-        yield PlanAttempt(found[-1], 1.0, spills_gradients=True)
+            yield from (PlanAttempt(depth, AUTO_SHARE, spills_gradients=False) for depth in candidates[:2])
+            yield from (PlanAttempt(depth, AUTO_SHARE, spills_gradients=True) for depth in candidates)
+        yield from (PlanAttempt(depth, 1.0, spills_gradients=False) for depth in candidates)
+        yield PlanAttempt(candidates[-1], 1.0, spills_gradients=True)
 
     def _depths(self) -> list[Depth]:
         """The depths to try, deepest first: see the rule in `zero.plan.depth`."""
         explicit, budget, free = self._live_numel_limit(), self.device_budget, self.machine.device_bytes
-        deep, *less = depths(self.uses, self.largest_unit.numel if self.largest_unit else 0)
+        deep, *shallower = depths(self.uses, self.largest_unit.numel if self.largest_unit else 0)
         if explicit is not None:
             deep = replace(deep, live_numel=explicit)
-        found = [deep, *(depth.limit_to(explicit) for depth in less)]
+        candidates = [deep, *(depth.limit_to(explicit) for depth in shallower)]
         spare = 0
         if budget is not None:
-            found = [depth for depth in found if self._device_bytes(depth) <= budget]
-            if not found:
-                raise self._device_refusal(less[-1].limit_to(explicit))
-            spare = budget - self._device_bytes(found[0])
+            candidates = [depth for depth in candidates if self._device_bytes(depth) <= budget]
+            if not candidates:
+                raise self._device_refusal(shallower[-1].limit_to(explicit))
+            spare = budget - self._device_bytes(candidates[0])
         elif free is not None:
-            passing = {depth: self._device_bytes(depth) - self._fixed_device_bytes() for depth in found}
+            pool_bytes = {depth: self._device_bytes(depth) - self._fixed_device_bytes() for depth in candidates}
             share = FREE_SHARE if explicit is None else POOL_SHARE
-            spare = int(free * share) - passing[found[0]]
-            modest = [depth for depth in found[1:-1] if passing[depth] <= int(free * POOL_SHARE)]
-            found = [*(found[:1] if spare >= 0 else []), *modest, found[-1]]
+            spare = int(free * share) - pool_bytes[candidates[0]]
+            modest = [depth for depth in candidates[1:-1] if pool_bytes[depth] <= int(free * POOL_SHARE)]
+            candidates = [*(candidates[:1] if spare >= 0 else []), *modest, candidates[-1]]
         if spare > 0 and explicit is None and (budget is not None or not self.on_cpu):
             width = max((unit.dtype.itemsize for unit in self.movable), default=2) * (1 + copies_to_bind(self.device))
-            found[0] = found[0].add_live(spare // PAGE_BYTES * PAGE_BYTES // width)  # pools are whole pages
-        return found
+            candidates[0] = candidates[0].add_live(spare // PAGE_BYTES * PAGE_BYTES // width)  # pools are whole pages
+        return candidates
 
     def _live_numel_limit(self) -> int | None:
         """`stage3_max_live_parameters`, but at least the elements of one call; None: it is not set."""
@@ -279,7 +285,10 @@ class Planner:
                 "zero_optimization.stage3_max_live_parameters: %s elements are fewer than one call of the model uses, "
                 "so %s are gathered for it (largest unit: %s, %s elements). Only weights of nn.Linear and "
                 "nn.Embedding are split into tiles; for other modules see zero.TiledLinear",
-                *(f"{explicit:,}", f"{self.uses.peak:,}", self.largest_unit.name, f"{self.largest_unit.numel:,}"),
+                f"{explicit:,}",
+                f"{self.uses.peak:,}",
+                self.largest_unit.name,
+                f"{self.largest_unit.numel:,}",
             )
             return self.uses.peak
         return explicit
@@ -315,29 +324,31 @@ class Planner:
         return self.pools.staged_element_bytes(self.param_tier != DEVICE, self.state_tier != DEVICE, widened)
 
     def _transient_device_bytes(self) -> int:
-        """The most device memory of updates and of the stand-in, and the weights for neighbours (hpZ)."""
+        """The most device memory of updates, of the placeholder, and of secondary shards (hpZ)."""
         on_device = self.state_tier == DEVICE or self._device_share() > 0 or self.device_budget is not None
         groups = self.layout.sub_groups(self._full_sub_group_numel())
-        near_bytes = sum(self.pools.secondary_shard_bytes(self.movable).values())
+        secondary_bytes = sum(self.pools.secondary_shard_bytes(self.movable).values())
         tiers = [DEVICE if on_device else self.state_tier] * len(groups)
         work_bytes = 0 if self.on_cpu else self.pools.whole_parameter_bytes()
-        return near_bytes + work_bytes + self.pools.placeholder_bytes() + self._update_pool_bytes(groups, tiers)
+        return secondary_bytes + work_bytes + self.pools.placeholder_bytes() + self._update_pool_bytes(groups, tiers)
 
     def _update_pool_bytes(
         self, groups: Sequence[SubGroup], state_tiers: Sequence[str], plan: Plan | None = None
     ) -> int:
-        """Device memory for planes that updates on a GPU use and that live elsewhere; without a plan: the maximum."""
+        """Device memory for values that updates on a GPU use and that live elsewhere; without a plan: the maximum."""
         staged = self._staged_element_bytes(plan is None or plan.is_host_bounded)
         in_flight = SUB_GROUPS_IN_FLIGHT if plan is None else plan.sub_groups_in_flight
-        placed = list(zip(groups, state_tiers, strict=True))
-        here = self.pools.update_pool_bytes((group for group, tier in placed if tier == DEVICE), staged, in_flight)
-        # Updates of whole parameters are computed on the device, independently of the tier of their record.
-        whole = (
+        pairs = list(zip(groups, state_tiers, strict=True))
+        device_bytes = self.pools.update_pool_bytes(
+            (group for group, tier in pairs if tier == DEVICE), staged, in_flight
+        )
+        # Updates of whole parameters are computed on the device, independently of the tier of their states.
+        whole_groups = (
             g
-            for g, tier in placed
+            for g, tier in pairs
             if self.layout.spaces[g.space].needs_whole_parameters and (plan is None or tier != DEVICE)
         )
-        return max(here, self.pools.update_pool_bytes(whole, staged, in_flight, self.sizes.state_bytes))
+        return max(device_bytes, self.pools.update_pool_bytes(whole_groups, staged, in_flight, self.sizes.state_bytes))
 
     def _deferred_bytes(self) -> int:
         """Bytes of whole gradients that are added up before they are reduced."""
@@ -352,15 +363,15 @@ class Planner:
         }
         plan.unit_pool_bytes = self.pools.unit_pool_bytes(self.movable, in_place, depth)
         plan.unit_copy_bytes = self.pools.unit_copy_bytes(self.movable, depth)
-        # For gradients that cannot be collected in place; a second backward always needs it.
+        # For gradients that cannot be accumulated in place; a second backward always needs it.
         plan.gradient_pool_bytes = self.pools.gradient_pool_bytes(depth.gradients)
         plan.collective_bytes = self.pools.collective_bytes()
         plan.secondary_shard_bytes = self.pools.secondary_shard_bytes(self.movable)
         plan.deferred_bytes = self._deferred_bytes()
 
     def _is_unsharded(self, unit: Unit, plan: Plan) -> bool:
-        several = unit.shard_numel != unit.numel
-        return several and (unit.persistent or self._is_used_in_place(plan.weight_tiers[unit.index]))
+        is_sharded = unit.shard_numel != unit.numel
+        return is_sharded and (unit.persistent or self._is_used_in_place(plan.weight_tiers[unit.index]))
 
     def _is_used_in_place(self, tier: str) -> bool:
         """True if whole units are stored on that tier and used in place."""
@@ -381,7 +392,7 @@ class Planner:
 
         Without a budget only gradients are cached: they are in host memory unless it is short.
 
-        Returns the bytes left for state records; None without a budget.
+        Returns the bytes left for optimizer states; None without a budget.
         """
         limit = plan.host_limit_bytes = self._host_limit_bytes(attempt)
         gradient_home = DEVICE if self.state_tier == DEVICE else HOST
@@ -393,23 +404,22 @@ class Planner:
             fixed += sum(self.sizes.weight_bytes(unit) for unit in self.movable)
         gradients = sum(self.sizes.gradient_bytes(unit) for unit in self.trained) if gradient_home == HOST else 0
         spill = can_spill and limit is not None
-        rest = None if limit is None else limit - fixed - (0 if spill else gradients)
-        numel, full = self._sub_group_numel(plan, rest, spill)
+        remaining = None if limit is None else limit - fixed - (0 if spill else gradients)
+        numel, full = self._sub_group_numel(plan, remaining, spill)
         plan.sub_groups = self.layout.sub_groups(numel)
         plan.host_pool_bytes = self._host_pool_bytes(plan, numel, spill)
-        if rest is not None and limit is not None:
-            rest -= self._working_bytes(plan, numel, spill)
-            if rest < 0:
-                raise self._host_refusal(attempt.depth, limit - rest)
-        if rest is not None and (
-            not full or (attempt.spills_gradients and attempt.host_share == 1.0)
-        ):  # with the last bytes nothing is cached
-            rest = 0
+        if remaining is not None and limit is not None:
+            remaining -= self._working_bytes(plan, numel, spill)
+            if remaining < 0:
+                raise self._host_refusal(attempt.depth, limit - remaining)
+        is_last_attempt = attempt.spills_gradients and attempt.host_share == 1.0
+        if remaining is not None and (not full or is_last_attempt):
+            remaining = 0  # nothing is cached
         budgeted = self.host_budget is not None
-        left = self._cache_weights(plan, rest if budgeted else None)
+        free_bytes = self._cache_weights(plan, remaining if budgeted else None)
         if spill:
-            left = self._cache_gradients(plan, (left if budgeted else rest) or 0)
-        return left if budgeted else None
+            free_bytes = self._cache_gradients(plan, (free_bytes if budgeted else remaining) or 0)
+        return free_bytes if budgeted else None
 
     def _host_limit_bytes(self, attempt: PlanAttempt) -> int | None:
         """The host memory that the plan may take; None: only the finished plan is checked."""
@@ -421,8 +431,8 @@ class Planner:
     def _free_host_bytes(self, host_share: float) -> int:
         """Free host memory times `host_share`; for a share below 1, minus room for the gradient that autograd makes."""
         parameters = (s.numel * unit.dtype.itemsize for unit in self.trained for s in unit.slots)
-        beside = max(parameters, default=0) if self.on_cpu and host_share < 1.0 else 0
-        return int(self.machine.available_bytes * host_share) - beside
+        gradient_bytes = max(parameters, default=0) if self.on_cpu and host_share < 1.0 else 0
+        return int(self.machine.available_bytes * host_share) - gradient_bytes
 
     def _host_refusal(self, depth: Depth, need: int) -> _PlanDoesNotFit:
         """The error for a plan that takes at least `need` bytes of host memory, too many for budget or machine."""
@@ -444,8 +454,8 @@ class Planner:
 
     def _budget_advice(self) -> str:
         """Advice if the host's budget is too small. Smaller units would not help: they take device memory."""
-        if away := self._nvme_advice({HOST}):
-            return f"raise it, or {away}"
+        if advice := self._nvme_advice({HOST}):
+            return f"raise it, or {advice}"
         chunks = self._staging_bytes()
         if chunks <= STAGING_CHUNKS_MIN * STAGING_CHUNK_BYTES:
             return "raise it"
@@ -454,8 +464,8 @@ class Planner:
 
     def _move_advice(self, *, on_host: bool) -> str:
         """Advice how to need less memory of the host, or else of the device."""
-        if away := self._nvme_advice({DEVICE, HOST} if on_host and self.on_cpu else {HOST if on_host else DEVICE}):
-            return away
+        if advice := self._nvme_advice({DEVICE, HOST} if on_host and self.on_cpu else {HOST if on_host else DEVICE}):
+            return advice
         if on_host and not self.on_cpu:
             return (
                 "all weights, gradients and optimizer states are already on NVMe; free other memory, or spread the "
@@ -467,22 +477,22 @@ class Planner:
         )
 
     def _nvme_advice(self, tiers: set[str]) -> str:
-        """Advice which keys to set so that no planes are on these tiers; empty: none are."""
+        """Advice which keys to set so that nothing is on these tiers; empty: nothing is."""
         blocks = (("offload_param", self.param_tier), ("offload_optimizer", self.state_tier))
-        away = [f'{block}.device "{NVME}"' for block, tier in blocks if tier in tiers]
-        return f"set {' and '.join(away)}" if away else ""
+        settings = [f'{block}.device "{NVME}"' for block, tier in blocks if tier in tiers]
+        return f"set {' and '.join(settings)}" if settings else ""
 
-    def _sub_group_numel(self, plan: Plan, rest: int | None, spill: bool) -> tuple[int, bool]:
+    def _sub_group_numel(self, plan: Plan, free_bytes: int | None, spill: bool) -> tuple[int, bool]:
         """(elements of a sub-group, whether that is the full size).
 
         With little memory the size is smaller by powers of two, and the remaining memory is not used for caches: a
         cache that shrinks when the sub-groups grow would make traffic rise with the budget.
         """
         full = self._full_sub_group_numel()
-        if rest is None or self._working_bytes(plan, full, spill) <= rest:
+        if free_bytes is None or self._working_bytes(plan, full, spill) <= free_bytes:
             return full, True
         numel = self._least_sub_group_numel(full)
-        while 2 * numel < full and self._working_bytes(plan, 2 * numel, spill) <= rest:
+        while 2 * numel < full and self._working_bytes(plan, 2 * numel, spill) <= free_bytes:
             numel *= 2
         return numel, numel == full
 
@@ -518,14 +528,14 @@ class Planner:
         return SUB_GROUP_NUMEL_MAX if passes else SUB_GROUP_NUMEL_IN_PLACE
 
     def _staged_bytes(self, numel: int, spill: bool, is_host_bounded: bool) -> int:
-        """Arena bytes of a sub-group of `numel` elements in flight: all of its planes that may not be in memory."""
+        """Host pool bytes of a sub-group of `numel` elements in flight: all of its values that may not be in memory."""
         needs = [0]
         for index, space in enumerate(self.layout.spaces):
             if space.trainable:
                 longest = self.layout.longest_sub_group(index, numel)
                 nbytes = self.sizes.state_format(space).nbytes(longest) if self.state_tier == NVME else 0
                 nbytes += self._staged_weight_numel(space, longest) * space.dtype.itemsize
-                # A second backward that was not announced widens the gradient; with a memory budget it is then on disk.
+                # A second backward that was not planned widens the gradient; with a memory budget it is then on disk.
                 nbytes += 4 * longest if spill or (is_host_bounded and self._uses_disk()) else 0
                 needs.append(nbytes)
         return max(needs)
@@ -560,45 +570,45 @@ class Planner:
         return wanted
 
     def _host_pool_bytes(self, plan: Plan, numel: int, spill: bool) -> int:
-        # One page per leased part: a record, its weights and its gradients are leased apart.
+        # One page per leased part: a state, its weights and its gradients are leased separately.
         slot = align_up(self._staged_bytes(numel, spill, plan.is_host_bounded), 4096)
         return plan.sub_groups_in_flight * (slot + 3 * 4096 if slot else 0) + self._staging_bytes()
 
     def _working_bytes(self, plan: Plan, numel: int, spill: bool) -> int:
-        """Host bytes that depend on the size of sub-groups: the arena, and records in host memory."""
+        """Host bytes that depend on the size of sub-groups: the host pool, and optimizer states in host memory."""
         share = 1 - self._device_share() if self.state_tier == HOST else 0.0
         return self._host_pool_bytes(plan, numel, spill) + int(share * self.sizes.all_states_bytes(numel))
 
-    def _cache_weights(self, plan: Plan, rest: int | None) -> int | None:
+    def _cache_weights(self, plan: Plan, free_bytes: int | None) -> int | None:
         cap_numel = self.config.zero_optimization.offload_param.max_in_cpu
-        if self.param_tier != NVME or (rest is None and cap_numel is None):
-            return rest
+        if self.param_tier != NVME or (free_bytes is None and cap_numel is None):
+            return free_bytes
         count = len(self.movable)
         if cap_numel is not None:
             count, _ = prefix_that_fits((unit.shard_numel for unit in self.movable), cap_numel)
-        if rest is not None:
-            count, rest = prefix_that_fits(map(self.sizes.weight_bytes, self.movable[:count]), rest)
+        if free_bytes is not None:
+            count, free_bytes = prefix_that_fits(map(self.sizes.weight_bytes, self.movable[:count]), free_bytes)
         for unit in self.movable[:count]:
             plan.weight_tiers[unit.index] = HOST
-        return rest
+        return free_bytes
 
-    def _cache_gradients(self, plan: Plan, rest: int) -> int:
+    def _cache_gradients(self, plan: Plan, free_bytes: int) -> int:
         on_host = [unit for unit in self.trained if plan.gradient_tiers[unit.index] == HOST]
-        count, rest = prefix_that_fits(map(self.sizes.gradient_bytes, on_host), rest)
+        count, free_bytes = prefix_that_fits(map(self.sizes.gradient_bytes, on_host), free_bytes)
         for unit in on_host[count:]:
             plan.gradient_tiers[unit.index] = NVME
-        return rest
+        return free_bytes
 
-    def _cache_states(self, plan: Plan, rest: int | None, on_device: int) -> None:
+    def _cache_states(self, plan: Plan, free_bytes: int | None, on_device: int) -> None:
         groups = plan.sub_groups[on_device:]
         count = 0
-        if self.state_tier == NVME and rest is not None:
-            count, _ = prefix_that_fits(map(self.sizes.state_bytes, groups), rest)
-        # Records of an optimizer without states may have 0 bytes: then none is on disk.
-        rest_tier = (
+        if self.state_tier == NVME and free_bytes is not None:
+            count, _ = prefix_that_fits(map(self.sizes.state_bytes, groups), free_bytes)
+        # States of an optimizer without states may have 0 bytes: then none is on disk.
+        other_tier = (
             HOST if self.state_tier == NVME and not any(map(self.sizes.state_bytes, groups)) else self.state_tier
         )
-        tiers = [DEVICE] * on_device + [HOST] * count + [rest_tier] * (len(groups) - count)
+        tiers = [DEVICE] * on_device + [HOST] * count + [other_tier] * (len(groups) - count)
         plan.state_tiers = tuple(tiers)
 
     def _device_sub_group_count(self, plan: Plan) -> int:

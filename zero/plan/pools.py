@@ -27,7 +27,7 @@ WHOLE_BYTES_PER_ELEMENT = 20
 
 
 def gradient_sums_bytes(unit: Unit) -> int:
-    """Bytes of the sums of squares of this rank's slice of one unit's gradient."""
+    """Bytes of the sums of squares of this rank's shard of one unit's gradient."""
     return ROW_BYTES * row_count(unit.shard_numel)
 
 
@@ -66,7 +66,7 @@ class PoolSizes:
         return sum(map(gradient_sums_bytes, self._trained))
 
     def whole_parameter_bytes(self) -> int:
-        """The most memory, besides planes, for the update of one whole parameter; 0 if no rule needs such."""
+        """The most memory, besides tiered arrays, for the update of one whole parameter; 0 if no rule needs such."""
         numels = (slot.numel for unit in self._trained if unit.needs_whole_parameters for slot in unit.slots)
         return WHOLE_BYTES_PER_ELEMENT * max(numels, default=0)
 
@@ -74,7 +74,7 @@ class PoolSizes:
         """Room for gathered units and for rows of experts.
 
         Args:
-            movable: the units that are fetched and released.
+            movable: the units that are fetched and evicted.
             in_place: indices of the units that are used in place.
             depth: elements gathered at a time, and additional room because of holes.
         """
@@ -103,9 +103,9 @@ class PoolSizes:
         ]
         largest = max((nbytes for nbytes, _ in sizes), default=0)
         # Two neighbouring persistent units may be open together, because gradients arrive in reverse model order.
-        small = 2 * max((nbytes for nbytes, stays in sizes if stays and nbytes < largest), default=0)
+        small = 2 * max((nbytes for nbytes, persistent in sizes if persistent and nbytes < largest), default=0)
         if not self._placement.is_single_rank:
-            count += 1  # one is always zero: a rank without a gradient gives it
+            count += 1  # one is always zero: a rank without a gradient sends it
         flat = count * largest + small
         if not self.on_gpu or not flat:
             return flat
@@ -114,17 +114,17 @@ class PoolSizes:
         return flat + (count + 2) * sums + (min(WIDE_CHUNK_NUMEL, longest) * 4 if self._wide else 0)
 
     def secondary_shard_bytes(self, movable: Iterable[Unit]) -> dict[int, int]:
-        """Index of each unit -> bytes of this rank's part of it in the second plane of weights (hpZ)."""
+        """Index of each unit -> bytes of this rank's secondary shard of it (hpZ)."""
         size = self._placement.secondary_size
         return {unit.index: unit.nbytes // size for unit in movable} if size > 1 else {}
 
     def collective_bytes(self) -> int:
-        """Room for data from other ranks while the largest gradient is reduced, or for slices that they read."""
+        """Room for data from other ranks while the largest gradient is reduced, or for shards that they read."""
         if self._placement.is_single_rank:
             return 0
-        if self._placement.shares_memory:  # slices of persistent units, readable by the others
-            several = [unit for unit in self._layout.units if unit.persistent and unit.shard_numel != unit.numel]
-            return sum(unit.shard_numel * unit.dtype.itemsize for unit in several)
+        if self._placement.shares_memory:  # shards of persistent units, readable by the others
+            sharded = [unit for unit in self._layout.units if unit.persistent and unit.shard_numel != unit.numel]
+            return sum(unit.shard_numel * unit.dtype.itemsize for unit in sharded)
         deferred = self._sums_micro_batches or (self._placement.gradients_deferred and self._wide)
         width = 4 if deferred else max((unit.dtype.itemsize for unit in self._trained), default=0)
         return width * max((unit.numel for unit in self._trained), default=0)
@@ -141,27 +141,27 @@ class PoolSizes:
         in_flight: int,
         state_bytes: Callable[[SubGroup], int] = lambda group: 0,
     ) -> int:
-        """Room for planes that updates on a GPU use and that live elsewhere.
+        """Room for values that updates on a GPU use and that live elsewhere.
 
         Args:
             groups: sub-groups updated on the GPU.
             staged_bytes_per_element: sum of the widths of the weights and gradients that are copied there.
             in_flight: number of sub-groups at a time.
-            state_bytes: bytes of a sub-group's state record, if it is copied there too.
+            state_bytes: bytes of a sub-group's optimizer state, if it is copied there too.
         """
         if not self.on_gpu:
             return 0
         most = 0
         for group in groups:
             passing = (group.end - group.begin) * staged_bytes_per_element + align_up(state_bytes(group), PAGE_BYTES)
-            # Each unit's part of a plane begins on a new page.
+            # Each unit's part of an array begins on a new page.
             pages = 2 * (len(list(self._layout.units_in(group))) + 1)
             most = max(most, passing and passing + pages * PAGE_BYTES)
         return in_flight * most
 
 
 def prefix_that_fits(sizes: Iterable[int], limit: int) -> tuple[int, int]:
-    """(number of the first sizes that fit into `limit` together, the rest of `limit`)."""
+    """(number of the first sizes that fit into `limit` together, what remains of `limit`)."""
     count = 0
     for size in sizes:
         if size > limit:

@@ -1,4 +1,4 @@
-"""The plan for states alone: parameters and gradients stay in their owner's memory, records are on a tier."""
+"""The plan for states alone: parameters and gradients stay in their owner's memory, optimizer states are on a tier."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from zero.plan.planner import STATE_DTYPES, SUB_GROUP_NUMEL_MAX, SUB_GROUPS_IN_F
 
 
 def lay_out_tensors(tensors: Sequence[tuple[int, str, torch.Tensor]], *, whole_parameters: bool = False) -> Layout:
-    """Each tensor is a unit without padding; units of one dtype are a space. Empty tensors are left out.
+    """Each tensor is a unit without padding; units of one dtype are an address space. Empty tensors are left out.
 
     Coordinates begin at whole blocks of moments, so that neighbours share no scale. If parameters are updated whole,
-    they begin at whole blocks of records, so that neighbours share no record.
+    they begin at whole blocks of states, so that neighbours share no sub-group.
 
     Args:
         tensors: (index of the parameter, name, tensor).
@@ -49,14 +49,14 @@ def lay_out_tensors(tensors: Sequence[tuple[int, str, torch.Tensor]], *, whole_p
 def plan_states(
     layout: Layout, config: Config, machine: Machine, device: torch.device, states: tuple[tuple[str, ...], ...]
 ) -> Plan:
-    """The tier of the states, and the number of records in memory at a time.
+    """The tier of the states, and the number of sub-groups in memory at a time.
 
     Args:
         layout: see `lay_out_tensors`.
         config: only its `offload_optimizer` and `sub_group_size` are used.
         machine: the available memory.
         device: device of parameters and gradients; if it is not the host, updates copy them through host memory.
-        states: names of the state planes of the one update rule.
+        states: names of the optimizer states of the one update rule.
 
     Raises:
         BudgetError: the host has no room.
@@ -64,12 +64,12 @@ def plan_states(
     offload = config.zero_optimization.offload_optimizer
     sizes = ArraySizes(layout, STATE_DTYPES[offload.state_dtype], states, wide=False)
     groups = _sub_groups(layout, config.zero_optimization.sub_group_size)
-    records = [sizes.state_bytes(group) for group in groups]
-    tier = tier_of(offload.device) if any(records) else HOST  # without states nothing is on a disk
+    state_sizes = [sizes.state_bytes(group) for group in groups]
+    tier = tier_of(offload.device) if any(state_sizes) else HOST  # without states nothing is on a disk
     passing = [
-        (record if tier == NVME else 0)
+        (state_bytes if tier == NVME else 0)
         + (0 if shares_host_memory(device) else _weight_and_gradient_bytes(layout, group))
-        for group, record in zip(groups, records, strict=True)
+        for group, state_bytes in zip(groups, state_sizes, strict=True)
     ]
     slot = align_up(max(passing, default=0), PAGE_BYTES)
     in_flight = offload.buffer_count or SUB_GROUPS_IN_FLIGHT
@@ -85,7 +85,7 @@ def plan_states(
         baseline_bytes=machine.rss_bytes,
     )
     rows = (
-        PlanRow(tier, "optimizer states", sum(records)),
+        PlanRow(tier, "optimizer states", sum(state_sizes)),
         PlanRow(HOST, "arena: records in flight", plan.host_pool_bytes),
     )
     plan.rows = tuple(row for row in rows if row.nbytes)
@@ -103,9 +103,9 @@ def plan_states(
 def _sub_groups(layout: Layout, numel_max: int | None) -> tuple[SubGroup, ...]:
     largest = max((space.numel for space in layout.spaces), default=0)
     full = min(SUB_GROUP_NUMEL_MAX, align_up(-(-largest // SUB_GROUPS_IN_FLIGHT), BLOCK_NUMEL))
-    found = layout.sub_groups(full if numel_max is None else min(full, numel_max))
-    # The last sub-group of a space is extended to whole blocks too, because each block has its scales.
-    return tuple(replace(group, end=align_up(group.end, BLOCK_NUMEL)) for group in found)
+    groups = layout.sub_groups(full if numel_max is None else min(full, numel_max))
+    # The last sub-group of an address space is extended to whole blocks too, because each block has its scales.
+    return tuple(replace(group, end=align_up(group.end, BLOCK_NUMEL)) for group in groups)
 
 
 def _weight_and_gradient_bytes(layout: Layout, group: SubGroup) -> int:

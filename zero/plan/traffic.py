@@ -26,7 +26,7 @@ class StepTraffic:
     copied_out_bytes: int
     """Gradients that are copied from such a device."""
     host_updated_numel: int
-    """Elements that the CPU updates; the rest is updated on the device."""
+    """Elements that the CPU updates; all others are updated on the device."""
 
     @property
     def nvme_read_bytes(self) -> int:
@@ -52,7 +52,7 @@ def step_traffic(plan: Plan, layout: Layout, *, on_gpu: bool) -> StepTraffic:
     until_backward = _units_left_cached(plan, movable)
     until_forward = _units_left_cached(plan, movable[::-1])  # of the next pass, where the step comes later
     groups = list(zip(plan.sub_groups, plan.state_tiers, strict=True))
-    records = sum(sizes.state_bytes(group) for group, tier in groups if tier == NVME)
+    state_bytes = sum(sizes.state_bytes(group) for group, tier in groups if tier == NVME)
     trained_weights = sum(_shard_bytes(unit) for unit in trained if unit.index in on_disk)
     fetched = gathered = 0
     for unit in movable:
@@ -64,32 +64,32 @@ def step_traffic(plan: Plan, layout: Layout, *, on_gpu: bool) -> StepTraffic:
         fetched += read * _shard_bytes(unit) if unit.index in on_disk else 0
     spilled = sum(sizes.gradient_bytes(unit) for unit in trained if plan.gradient_tiers[unit.index] == NVME)
     spilled *= plan.passes
-    leaving = plan.passes * sum(_shard_bytes(unit) for unit in trained if plan.gradient_tiers[unit.index] != DEVICE)
+    copied_out = plan.passes * sum(_shard_bytes(unit) for unit in trained if plan.gradient_tiers[unit.index] != DEVICE)
     return StepTraffic(
-        update_read_bytes=records + trained_weights,
-        update_write_bytes=records + trained_weights,
+        update_read_bytes=state_bytes + trained_weights,
+        update_write_bytes=state_bytes + trained_weights,
         fetch_read_bytes=fetched,
         gradient_read_bytes=spilled,
         gradient_write_bytes=spilled,
         copied_in_bytes=gathered if on_gpu else 0,
-        copied_out_bytes=leaving if on_gpu else 0,
+        copied_out_bytes=copied_out if on_gpu else 0,
         host_updated_numel=sum(g.end - g.begin for g, tier in groups if tier != DEVICE or not on_gpu),
     )
 
 
 def _units_left_cached(plan: Plan, units: list[Unit]) -> set[int]:
-    """Units that stay when they have been used in this order, and the reverse order follows.
+    """Units that stay on the device when they have been used in this order, and the reverse order comes next.
 
     As `is_reused_soon` decides (zero/schedule/policy.py): their next use is near, and the units in between fit too.
     """
-    kept: set[int] = set()
+    cached: set[int] = set()
     after_numel = 0
     for unit in reversed(units):
         if 2 * after_numel > plan.limits.reuse_numel_max or after_numel + unit.numel > plan.limits.live_numel_max:
             break
-        kept.add(unit.index)
+        cached.add(unit.index)
         after_numel += unit.numel
-    return kept
+    return cached
 
 
 def _shard_bytes(unit: Unit) -> int:
