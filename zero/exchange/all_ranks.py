@@ -1,4 +1,4 @@
-"""Work that all ranks do together: if one rank fails, all ranks fail, so none continues alone or waits for it."""
+"""Work of all ranks together: if one rank fails, all ranks fail, so none continues alone or waits for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class AllRanks:
 
     Attributes:
         shared_errors: kinds of errors that other ranks raise as the same kind. All ranks must know that a checkpoint is
-            damaged, even if they have an error of their own, so that all can take another one.
+            damaged, even if they have an error of their own, so that all can load another one.
         default_error: the kind that other ranks raise for all other errors.
     """
 
@@ -31,7 +31,7 @@ class AllRanks:
         self.is_first = collectives.placement.rank == 0
 
     def run_on_all(self, what: str, action: Callable[[], T]) -> T:
-        """Run `action` on every rank. Raises as `exchange`."""
+        """Run `action` on every rank. Raises as `all_gather_results`."""
         try:
             result = action()
         except Exception as failure:  # after any error the other ranks must not wait for this one
@@ -58,10 +58,10 @@ class AllRanks:
         answers = self._collectives.all_gather_bytes(
             what, GOOD + payload if failure is None else FAILED + self._encode_failure(failure)
         )
-        told = {rank: json.loads(answer[1:]) for rank, answer in enumerate(answers) if answer[:1] == FAILED}
-        if not told:
+        failures = {rank: json.loads(answer[1:]) for rank, answer in enumerate(answers) if answer[:1] == FAILED}
+        if not failures:
             return [answer[1:] for answer in answers]
-        error = self._decode_failures(what, told)
+        error = self._decode_failures(what, failures)
         if failure is None or (isinstance(error, DamagedError) and not isinstance(failure, DamagedError)):
             raise error from failure
         raise failure
@@ -75,25 +75,27 @@ class AllRanks:
         self, what: str, failures: dict[int, tuple[str | None, str, tuple[int, str, int] | None]]
     ) -> Exception:
         ranks = "; ".join(f"rank {rank} has failed ({text})" for rank, (_, text, _) in failures.items())
-        said = f"{what} ends with an error of another rank: {ranks}"
-        kept = {name: place for name, _, place in failures.values()}
-        kind = next((kind for kind in self.shared_errors if kind.__name__ in kept), self.default_error)
-        place = kept.get(kind.__name__)
+        message = f"{what} ends with an error of another rank: {ranks}"
+        place_of_kind = {name: place for name, _, place in failures.values()}
+        kind = next((kind for kind in self.shared_errors if kind.__name__ in place_of_kind), self.default_error)
+        place = place_of_kind.get(kind.__name__)
         if kind is StorageError and place is not None:
             errno, path, offset = place
-            return StorageError(said, errno=errno, path=path, offset=offset, free_bytes=None)
-        return kind(said)
+            return StorageError(message, errno=errno, path=path, offset=offset, free_bytes=None)
+        return kind(message)
 
 
 class DeferringFailures(AllRanks):
-    """As `AllRanks`, for work in many pieces: the next `exchange` reports the failure of a piece."""
+    """As `AllRanks`, for work in many pieces: the next `all_gather_results` reports the failure of a piece."""
 
     shared_errors = (StorageError,)
     _failure: Exception | None = None
 
     @contextmanager
     def deferring_failure(self) -> Iterator[None]:
-        """The next `exchange` raises a failure inside this context on all ranks; a rank alone raises it at once."""
+        """The next `all_gather_results` raises a failure inside this context on all ranks; a single rank raises it at
+        once.
+        """
         try:
             yield
         except (ZeroInfinityError, OSError, MemoryError) as error:

@@ -27,8 +27,8 @@ def agree_on_machine(collectives: Collectives, machine: Machine, *, on_cpu: bool
     """
     if collectives.placement.is_single_rank:
         return machine
-    mine = {**asdict(machine), "node": socket.gethostname()}
-    answers = [json.loads(answer) for answer in collectives.all_gather_bytes("machine", json.dumps(mine).encode())]
+    own = {**asdict(machine), "node": socket.gethostname()}
+    answers = [json.loads(answer) for answer in collectives.all_gather_bytes("machine", json.dumps(own).encode())]
     ranks_of = Counter(answer["node"] for answer in answers)
     sharers_of = Counter((answer["node"], answer["device_name"]) for answer in answers)
     for answer in answers:  # all ranks of a node together share its free memory
@@ -49,7 +49,7 @@ def agree_on_machine(collectives: Collectives, machine: Machine, *, on_cpu: bool
 
 
 def broadcast_initial_values(collectives: Collectives, parameters: Iterable[nn.Parameter]) -> None:
-    """Give every rank the first one's initial values: the others may have drawn other random numbers.
+    """Copy the first rank's initial values to every rank: the others may have drawn other random numbers.
 
     Raises StateError: ranks that share a file of values have built different parameters.
     """
@@ -77,7 +77,7 @@ def broadcast_initial_values(collectives: Collectives, parameters: Iterable[nn.P
 
 
 class BufferBroadcast:
-    """Gives all ranks the first rank's buffers (running statistics etc.), as DistributedDataParallel does.
+    """Copies the first rank's buffers (running statistics etc.) to all ranks, as DistributedDataParallel does.
 
     Most buffers are tables that never change; only buffers that have changed on some rank are sent. Statistics of
     torch's norms are always sent: its kernels change them without a new version. `before`: the object for the model
@@ -89,7 +89,7 @@ class BufferBroadcast:
         self._versions: dict[str, tuple[int, int]] = {} if before is None else before._versions
 
     def broadcast(self, *, new_only: bool = False) -> None:
-        """Give every rank the first one's buffers. Collective.
+        """Copy the first rank's buffers to every rank. Collective.
 
         `new_only`: only buffers that are new with the model, or with a change of it.
         """
@@ -100,10 +100,10 @@ class BufferBroadcast:
         if not buffers:
             return
         statistics = {
-            f"{name}.{own}" if name else own
+            f"{name}.{buffer_name}" if name else buffer_name
             for name, module in self._model.named_modules()
             if isinstance(module, _NormBase)
-            for own in module._buffers
+            for buffer_name in module._buffers
         }
         changed = [
             name
@@ -111,28 +111,29 @@ class BufferBroadcast:
             if name in statistics or self._versions.get(name) != _version(buffer)
         ]
         anywhere = self._find_changed(changed, buffers)
-        # Write statistics without a new version, as torch's kernels do: the graph of an earlier forward holds these
+        # Write statistics without a new version, as torch's kernels do: the graph of an earlier forward refers to these
         # tensors, but does not need their values.
         targets = [
             buffer.data if name in statistics else buffer for name, buffer in buffers.items() if name in anywhere
         ]
         self._collectives.broadcast(targets, 0)
-        now = {name: _version(buffer) for name, buffer in buffers.items()}
-        self._versions = {name: version for name, version in (self._versions | now).items() if name in present}
+        versions = self._versions | {name: _version(buffer) for name, buffer in buffers.items()}
+        self._versions = {name: version for name, version in versions.items() if name in present}
 
     def _find_changed(self, changed: list[str], buffers: dict[str, torch.Tensor]) -> set[str]:
         """Names of buffers that have changed on some rank and have one shape on all ranks. Collective.
 
-        A table that grows with the batch (a causal mask, angles of positions) stays each rank's own: it follows from
-        the shape of the batch, and each rank has its own batches.
+        A table that grows with the batch (a causal mask, angles of positions) stays each rank's own: it depends on the
+        shape of the batch, and each rank has its own batches.
         """
-        kinds = json.dumps({name: [list(b.shape), str(b.dtype)] for name, b in buffers.items()}).encode()
-        told = json.dumps([changed, zlib.crc32(kinds)]).encode()
-        answers = [json.loads(answer) for answer in self._collectives.all_gather_bytes("buffers", told)]
+        shapes = json.dumps({name: [list(b.shape), str(b.dtype)] for name, b in buffers.items()}).encode()
+        message = json.dumps([changed, zlib.crc32(shapes)]).encode()
+        answers = [json.loads(answer) for answer in self._collectives.all_gather_bytes("buffers", message)]
         anywhere = set[str]().union(*(names for names, _ in answers))
         if anywhere and len({digest for _, digest in answers}) > 1:
-            each = [json.loads(answer) for answer in self._collectives.all_gather_bytes("shapes of buffers", kinds)]
-            anywhere &= {name for name, kind in each[0].items() if all(other.get(name) == kind for other in each)}
+            answers = [json.loads(answer) for answer in self._collectives.all_gather_bytes("shapes of buffers", shapes)]
+            first = answers[0].items()
+            anywhere &= {name for name, shape in first if all(other.get(name) == shape for other in answers)}
         return anywhere
 
 

@@ -1,7 +1,7 @@
-"""Exchange between the ranks of one engine: gathers the slices of units, and adds up gradients.
+"""Collectives of one engine's ranks: they gather the shards of units, and add up gradients.
 
-[Note: order] The thread that decides on an exchange takes a turn for it at once. Every rank takes turns in the same
-order, and the exchanges run in that order, however long the disk takes in between.
+[Note: order] The thread that decides on a collective queues it at once. Every rank queues the same collectives in the
+same order, and they run in that order, however long the disk takes in between.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from zero.store.unreduced_gradients import SharedAllocator
 if TYPE_CHECKING:
     from zero.optim.pending_updates import PendingUpdates
 
-PendingWork = tuple[Any, ...]  # Identifies a place in the order of exchanges; its content depends on the exchange.
+PendingWork = tuple[Any, ...]  # Identifies queued work; its content depends on the class of collectives.
 
 NEAR = "gather inside nodes"  # The kind of a gather among neighbours.
 
-HOST_CHUNK_BYTES = 16 << 20  # Bytes of a slice that are exchanged at a time when values are read on the host.
+HOST_CHUNK_BYTES = 16 << 20  # Bytes of a shard that are gathered at a time when values are read on the host.
 
 
 class Collectives:
-    """An engine's communication with the other ranks. Methods that a subclass does not override are for one rank."""
+    """An engine's communication with the other ranks. This class's methods are those for a single rank."""
 
     scale: float = 1.0  # Factor for the sum over ranks from `reduce`.
     share: float = 1.0  # Factor of one rank's gradient in the stored gradient.
     overlaps: bool = True  # False: the thread that starts a reduction waits for it.
     memory: SharedAllocator | None = None  # Allocates memory that all ranks see; None: nothing is shared.
-    reads_homes: bool = False  # True: ranks read slices where they live, at any time.
+    reads_homes: bool = False  # True: ranks read shards in their homes, at any time.
 
     def __init__(self, placement: Placement = ONE_RANK, world: Collectives | None = None) -> None:
         self.placement = placement
@@ -51,7 +51,7 @@ class Collectives:
 
     @property
     def world(self) -> Collectives:
-        """The exchange with all ranks of the run: in a pipeline also with other stages, which hold other parameters."""
+        """The collectives of all ranks of the run: in a pipeline also of other stages, which have other parameters."""
         return self if self._world is None else self._world
 
     @property
@@ -75,26 +75,29 @@ class Collectives:
         """Record collectives in the timeline."""
 
     def allocate_shards(self, nbytes: int) -> SharedHostMemory | None:
-        """Host memory for this rank's slices of one space that others can read; None: not needed. Called in order."""
+        """Host memory for this rank's shards of an address space, readable by other ranks; None: not needed.
+
+        Called in the order of the spaces.
+        """
         return None
 
     def attach(self, layout: Layout, storage: Storage, updates: PendingUpdates) -> None:
-        """The storage is made, on every rank. Collective."""
+        """The storage exists on every rank. Collective."""
 
     def on_weights_initialized(self) -> None:
-        """The planes hold the initial values of this rank's slices."""
+        """The arrays hold the initial values of this rank's shards."""
 
     def enqueue(self, what: str, unit: Unit) -> PendingWork:
-        """Take the next turn for `what` ("gather", `NEAR` or "reduce"); the caller must use it or give it up."""
+        """Queue `what` ("gather", `NEAR` or "reduce") as the next work; the caller must run it or cancel it."""
         return ()
 
     def cancel(self, work: PendingWork, error: BaseException) -> None:
-        """This rank cannot use a turn that it has taken: report the reason to ranks that wait for it. Any thread."""
+        """This rank cannot run work that it has queued: report the reason to ranks that wait for it. Any thread."""
 
     async def gather(self, work: PendingWork, unit: Unit, flat: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
-        """Fill `flat` (uint8, the unit's bytes); this rank's slice is there after the fences `after`.
+        """Fill `flat` (uint8, the unit's bytes); this rank's shard is there after the events `after`.
 
-        Returns a fence after the gather. With a turn for `NEAR` this rank's part among its neighbours is there instead.
+        Returns an event after the gather. With work for `NEAR`, this rank's part among its neighbours is there instead.
         """
         return after[0] if after else None
 
@@ -102,12 +105,12 @@ class Collectives:
     async def reduce(
         self, work: PendingWork, unit: Unit, flat: torch.Tensor, *after: MaybeEvent
     ) -> AsyncIterator[list[torch.Tensor]]:
-        """The tensors to add up, in this order, for the sum of this rank's slice over all ranks' `flat`.
+        """The tensors to add up, in this order, for the sum of this rank's shard over all ranks' `flat`.
 
         Args:
             work: for "reduce".
             flat: (unit.numel,) this rank's; the caller must not change it until the context ends; it may hold sums.
-            after: fences after the work that filled it.
+            after: events after the work that filled it.
         """
         yield [flat]
 
@@ -116,9 +119,9 @@ class Collectives:
         return True
 
     def on_step_decided(self, changing: Callable[[int], bool]) -> None:
-        """A step is fixed on every rank: gathers from now on must return the weights of that step.
+        """A step is decided on every rank: gathers from now on must return the weights of that step.
 
-        `changing`: unit index -> whether this rank's slice of the unit will change.
+        `changing`: unit index -> whether this rank's shard of the unit will change.
         """
 
     def on_weights_rewritten(self, unstored: Collection[int] = ()) -> None:
@@ -128,7 +131,7 @@ class Collectives:
         """
 
     def on_weights_stored(self, index: int) -> None:
-        """A unit's rewritten weights are in their home. Called on the mover's loop."""
+        """A unit's rewritten weights are in their home. Called on the I/O loop."""
 
     def all_gather_bytes(self, what: str, payload: bytes) -> list[bytes]:
         """Every rank's `payload`, in rank order. Blocks until all have called it."""
@@ -138,7 +141,7 @@ class Collectives:
         """Give every rank the values of `source_rank`, in place, in few messages. Blocks."""
 
     def ended_ranks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Those of these other ranks that have ended or closed their engine, and what is known of it. Any thread."""
+        """Those of these other ranks that have ended or closed their engine -> what is known about it. Any thread."""
         return {}
 
     def traffic(self) -> Mapping[str, TrafficCounts]:
@@ -146,18 +149,18 @@ class Collectives:
         return {}
 
     def clone(self) -> Collectives:
-        """An exchange with the same ranks for another storage; this one still serves its own until it is released."""
+        """Collectives of the same ranks for another storage; these still serve their own storage until `detach`."""
         return self
 
     def detach(self) -> None:
-        """Free everything that belongs to the storage; the renewed exchange continues."""
+        """Free everything that belongs to the storage; the clone continues."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """Free everything that the exchange holds. Reports to the other ranks that this one is gone, and `error`."""
+        """Free everything. Reports to the other ranks that this one has left, and `error`."""
 
 
 class SingleRankCollectives(Collectives):
-    """One rank, which has no other ranks to exchange with."""
+    """The collectives of a single rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +183,7 @@ class ReduceOptions:
 
 
 class MultiRankCollectives(Collectives):
-    """The part of every exchange between several ranks that uses their comm directly."""
+    """What all collectives of several ranks have in common: methods that call their comm directly."""
 
     def __init__(
         self, comm: Comm, placement: Placement, reduce_options: ReduceOptions, world: Collectives | None = None
@@ -203,7 +206,7 @@ class MultiRankCollectives(Collectives):
 
 
 class TorchCollectives(MultiRankCollectives):
-    """Exchange by collectives of torch.distributed. `reduce_options`: how gradients are sent."""
+    """Collectives of torch.distributed. `reduce_options`: how gradients are sent."""
 
     def __init__(
         self, comm: Comm, placement: Placement, reduce_options: ReduceOptions, world: Collectives | None = None
@@ -234,8 +237,8 @@ class TorchCollectives(MultiRankCollectives):
         return tuple(self._comm.enqueue(kind, unit.index, unit.name) for kind in kinds)
 
     def cancel(self, work: PendingWork, error: BaseException) -> None:
-        for ticket in work:
-            self._comm.cancel(ticket, error)
+        for queued in work:
+            self._comm.cancel(queued, error)
 
     async def gather(self, work: PendingWork, unit: Unit, flat: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
         if not work:
@@ -247,7 +250,7 @@ class TorchCollectives(MultiRankCollectives):
     async def reduce(
         self, work: PendingWork, unit: Unit, flat: torch.Tensor, *after: MaybeEvent
     ) -> AsyncIterator[list[torch.Tensor]]:
-        """The memory for arriving parts has room for one unit, so reductions take turns."""
+        """The memory for arriving parts has room for one unit, so one reduction runs at a time."""
         async with self._receive_lock:
             yield await self._reduce(list(work), unit, self._prepare_send(flat, after), *after)
 
@@ -273,12 +276,12 @@ class TorchCollectives(MultiRankCollectives):
 
     def _prepare_send(self, flat: torch.Tensor, after: tuple[MaybeEvent, ...]) -> torch.Tensor:
         """`flat` in the form that is sent. A wider dtype is ignored where sums are made in fp32 anyway."""
-        wish = self._reduce_options.dtype or flat.dtype
-        if wish.itemsize == flat.element_size() or (wish.itemsize > flat.element_size() and self._comm.fixed_order):
-            wish = flat.dtype
-        if wish != flat.dtype or self._predivisor != 1:
-            self._comm.streams.wait_events(*after)  # below the mover's stream reads or changes `flat`
-        flat = flat.to(wish)
+        dtype = self._reduce_options.dtype or flat.dtype
+        if dtype.itemsize == flat.element_size() or (dtype.itemsize > flat.element_size() and self._comm.fixed_order):
+            dtype = flat.dtype
+        if dtype != flat.dtype or self._predivisor != 1:
+            self._comm.streams.wait_events(*after)  # below the I/O loop's stream reads or changes `flat`
+        flat = flat.to(dtype)
         return flat if self._predivisor == 1 else flat.div_(self._predivisor)
 
     def _receive_buffer(self, flat: torch.Tensor) -> torch.Tensor | None:
@@ -297,7 +300,7 @@ class TorchCollectives(MultiRankCollectives):
 
 
 def gather_on_host(collectives: Collectives, unit: Unit, flat: torch.Tensor) -> torch.Tensor:
-    """Fill `flat` (host memory, bytes or elements of a unit) with all slices; this rank's is there. Collective."""
+    """Fill `flat` (host memory, bytes or elements of a unit) with all shards; this rank's is there. Collective."""
     ranks = collectives.placement.shard_ranks
     if len(ranks) == 1:
         return flat

@@ -1,12 +1,12 @@
 """Gathers through the host memory of a node whose GPUs cannot read each other's memory.
 
-On such a node a collective copies every slice through the host anyway. Here slices whose home is in host memory are in
-regions that every rank has mapped and page-locked, and each GPU copies its peers' slices directly from there, over its
-own link. Epochs tell when a slice may be read, as in `shared_memory.py`. All other weights are gathered by collectives,
+On such a node a collective copies every shard through the host anyway. Here shards whose home is in host memory are in
+memory that every rank has mapped and page-locked, and each GPU copies its peers' shards directly from there, over its
+own link. Epochs show when a shard may be read, as in `shared_memory.py`. All other weights are gathered by collectives,
 and gradients are reduced by collectives.
 
 [Note: copies end on the host] A gather is over only when the device has made its copies. A rank takes the next step
-only when its gathers are over, and no slice changes before every rank has taken that step. So no rank writes to a slice
+only when its gathers are over, and no shard changes before every rank has taken that step. So no rank writes to a shard
 that is being copied.
 """
 
@@ -40,17 +40,15 @@ class HostGatherCollectives(SharedMemoryCollectives):
         super().__init__(comm, placement, reduce_options)
         self._collectives = TorchCollectives(comm, placement, reduce_options)
         self.memory, self.scale = None, self._collectives.scale
-        self._shard_regions: list[
-            list[SharedHostMemory]
-        ] = []  # Regions by rank, for each plane of weights with homes on the host.
-        self._homes: dict[
-            int, tuple[list[SharedHostMemory], int, int]
-        ] = {}  # Unit -> (regions by rank, begin, end byte).
+        # For each array of weights with homes on the host, the shared memory of each rank.
+        self._shard_regions: list[list[SharedHostMemory]] = []
+        # Unit -> (shared memory of each rank, begin, end byte).
+        self._homes: dict[int, tuple[list[SharedHostMemory], int, int]] = {}
         self._unpin_callbacks: list[Callable[[], None]] = []
 
     def allocate_shards(self, nbytes: int) -> SharedHostMemory:
         """The owner page-locks its own mapping."""
-        regions = self._regions.per_rank(nbytes, "slices of weights")
+        regions = self._regions.per_rank(nbytes, "shards of weights")
         self._shard_regions.append(regions)
         for rank, region in enumerate(regions):
             unpin = pin(region.data) if rank != self._comm.rank else None
@@ -61,15 +59,14 @@ class HostGatherCollectives(SharedMemoryCollectives):
     def attach(self, layout: Layout, storage: Storage, updates: PendingUpdates) -> None:
         self._collectives.attach(layout, storage, updates)
         self._join_board(layout, storage, updates)
-        for space, plane in zip(layout.spaces, storage.weights, strict=True):
-            regions = next(
-                (given for given in self._shard_regions if _lies_in_region(plane, given[self._comm.rank])), None
-            )
-            # A plane with two slots changes its places by itself: its units are gathered by collectives.
-            if regions is None or type(plane) is not TieredArray:
+        for space, array in zip(layout.spaces, storage.weights, strict=True):
+            rank = self._comm.rank
+            regions = next((regions for regions in self._shard_regions if _lies_in_region(array, regions[rank])), None)
+            # An array with two slots changes its places by itself: its units are gathered by collectives.
+            if regions is None or type(array) is not TieredArray:
                 continue
             for unit in space.units:
-                place = plane.host_range(unit.begin, unit.end)
+                place = array.host_range(unit.begin, unit.end)
                 if place is not None:
                     self._homes[unit.index] = (regions, *place)
 
@@ -79,7 +76,7 @@ class HostGatherCollectives(SharedMemoryCollectives):
         return self._collectives.enqueue(what, unit)
 
     def cancel(self, work: PendingWork, error: BaseException) -> None:
-        if not (work and isinstance(work[0], int)):  # a slice needs no report: its readers get it when it is there
+        if not (work and isinstance(work[0], int)):  # a shard needs no report: its readers get it when it is there
             self._collectives.cancel(work, error)
 
     async def gather(self, work: PendingWork, unit: Unit, flat: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
@@ -92,7 +89,7 @@ class HostGatherCollectives(SharedMemoryCollectives):
             await self._wait_for_shard(rank, work[0], unit)
             regions, begin, end = self._homes[unit.index]
             into = flat.chunk(self.placement.shard_size)[self.placement.shard_ranks.index(rank)]
-            # After `after`, and so after all earlier uses of `flat`: this rank's own slice comes after them too.
+            # After `after`, and so after all earlier uses of `flat`: this rank's own shard comes after them too.
             copies.append(self._storage.streams.copy_to_device(into, regions[rank].data[begin:end], *after))
 
         try:

@@ -19,7 +19,7 @@ from zero.ranks.comm import Comm, Group
 
 
 class PipelineCollectives(Collectives):
-    """The exchange with every rank of a pipeline; a stage's engine has its own exchange with the ranks of that stage.
+    """The collectives of all ranks of a pipeline; a stage's engine has other collectives, of the ranks of that stage.
 
     A failure on one rank ends the waits of all ranks, on other stages too.
 
@@ -84,17 +84,17 @@ class PipelineCollectives(Collectives):
         """Every rank's `flat` (1-D, host, of one size on all), in the order of the group."""
         if group.size == 1:
             return (flat,)
-        whole = torch.empty(group.size * flat.numel(), dtype=flat.dtype, device=self.device)
-        own = whole[group.index * flat.numel() : (group.index + 1) * flat.numel()]
+        gathered = torch.empty(group.size * flat.numel(), dtype=flat.dtype, device=self.device)
+        own = gathered[group.index * flat.numel() : (group.index + 1) * flat.numel()]
         own.copy_(flat)
         try:
-            backend.wait_for_work(backend.all_gather(whole, own, group.handle), self._comm.raise_if_failed)
+            backend.wait_for_work(backend.all_gather(gathered, own, group.handle), self._comm.raise_if_failed)
         except RuntimeError as error:
             raise RankLostError(f"a message between pipeline stages failed: {error}") from error
-        return backend.split_flat(whole.cpu(), flat.numel())
+        return backend.split_flat(gathered.cpu(), flat.numel())
 
     def begin_step(self) -> None:
-        """Forget the gradients that another stage has too."""
+        """Drop the square sums of gradients that another stage has too."""
         self._duplicates = SquareSum()
 
     def add_duplicate_gradient(self, gradient: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 """Weights that neighbours shard a second time among themselves, so that most gathers stay inside a node (hpZ).
 
-[Note: near gathers] The first gather of a unit after its weights may have changed needs the slices of all ranks. Each
+[Note: near gathers] The first gather of a unit after its weights may have changed needs the shards of all ranks. Each
 rank then keeps its part of the unit among its neighbours, and later gathers of the unit need only the neighbours. The
 kind of a gather depends only on earlier decisions and on changes of the weights, so it is the same on all ranks.
 """
@@ -24,10 +24,10 @@ class SecondaryShards:
     def __init__(self, layout: Layout, storage: Storage, collectives: Collectives) -> None:
         self._storage, self._collectives, self._placement = storage, collectives, collectives.placement
         self._current: set[int] = set()  # Units whose part is current once all gathers decided so far are over.
-        self._filled: set[int] = set()  # Units among them whose part is there; the mover's thread adds them.
+        self._filled: set[int] = set()  # Units among them whose part is there; the I/O loop adds them.
 
     def enqueue_near(self, unit: Unit) -> PendingWork | None:
-        """A turn to gather the unit from the neighbours; None: it must be gathered from all ranks, and is then kept."""
+        """Queue a gather of the unit from the neighbours; None: gather it from all ranks, and then `store_part`."""
         if unit.index in self._current:
             return self._collectives.enqueue(NEAR, unit)
         if unit.index in self._storage.secondary_shards:
@@ -39,10 +39,10 @@ class SecondaryShards:
         """The weights of these units change, on every rank."""
         self._current.difference_update(indices)
 
-    # ---- the mover ----------------------------------------------------------------------------
+    # ---- the I/O loop -------------------------------------------------------------------------
 
     def store_part(self, unit: Unit, flat: torch.Tensor, after: MaybeEvent) -> MaybeEvent:
-        """Copy this rank's part of `flat` (uint8, the unit's bytes, there after `after`). Returns a later fence."""
+        """Copy this rank's part of `flat` (uint8, the unit's bytes, there after `after`). Returns a later event."""
         home, streams = self._storage.secondary_shards.get(unit.index), self._storage.streams
         if home is None:
             return after

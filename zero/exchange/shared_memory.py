@@ -1,13 +1,13 @@
-"""Exchange through memory that all ranks of one node see.
+"""Collectives through memory that all ranks of one node see.
 
-[Note: epochs] The owner of a slice publishes on a board the last step whose weights are in the slice's home. Readers
+[Note: epochs] The owner of a shard publishes on a board the last step whose weights are in the shard's home. Readers
 wait for the step they need, and then read alone: ranks need not be at the same place of the model at the same time. A
-slice is not changed before every rank has reached the next step, so a slice that a reader waited for stays unchanged.
+shard is not changed before every rank has reached the next step, so a shard that a reader waited for stays unchanged.
 
-[Note: urging] Updates after the step run when their rank fetches the unit. A rank that waits for another rank's slice
-publishes this; the other rank then runs all its due updates.
+[Note: update requests] Updates after the step run when their rank fetches the unit. A rank that waits for another
+rank's shard publishes this; the other rank then runs all its due updates.
 
-[Note: reductions] Each rank leaves whole gradients in its own memory, publishes their place, and adds up its slice of
+[Note: reductions] Each rank leaves full gradients in its own memory, publishes their place, and adds up its shard of
 all ranks' gradients in rank order. Its memory is free again once all ranks have read it.
 """
 
@@ -47,10 +47,12 @@ RETRY_SECONDS = 0.5  # Pause after a failed update.
 
 
 class SharedRegions:
+    """Host memory that the ranks of one node share."""
+
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._regions: list[SharedHostMemory] = []
-        self.pools: list[SharedHostMemory] = []  # The region of each rank from `own`, in rank order.
+        self.pools: list[SharedHostMemory] = []  # Each rank's memory from `allocate_own`, in rank order.
 
     def allocate_common(self, nbytes: int, what: str) -> SharedHostMemory:
         """All ranks map the first rank's file."""
@@ -65,14 +67,14 @@ class SharedRegions:
         return self._share(SharedHostMemory(nbytes, what, prefault=False))
 
     def close(self) -> None:
-        """Close all regions. Idempotent."""
+        """Free all of it. Idempotent."""
         while self._regions:
             self._regions.pop().close()
 
-    def _share(self, mine: SharedHostMemory) -> list[SharedHostMemory]:
-        share = partial(self._comm.all_gather_bytes, f"sharing memory for {mine.what}")
-        with naming_ranks(f"sharing memory for {mine.what}"):
-            regions = map_peer_memory(self._comm.rank, self._comm.world_size, share, mine)
+    def _share(self, own: SharedHostMemory) -> list[SharedHostMemory]:
+        share = partial(self._comm.all_gather_bytes, f"sharing memory for {own.what}")
+        with naming_ranks(f"sharing memory for {own.what}"):
+            regions = map_peer_memory(self._comm.rank, self._comm.world_size, share, own)
         self._regions += regions
         return regions
 
@@ -80,7 +82,7 @@ class SharedRegions:
 class SharedMemoryCollectives(MultiRankCollectives):
     """See above. All ranks are on one node.
 
-    `reduce_options`: how gradients are exchanged; they are added up in fp32, so only `averages` and `overlaps` matter.
+    `reduce_options`: how gradients are reduced; they are added up in fp32, so only `averages` and `overlaps` matter.
     """
 
     reads_homes = True
@@ -92,20 +94,19 @@ class SharedMemoryCollectives(MultiRankCollectives):
         self.memory = self._regions = SharedRegions(comm)
         self._board: NodeBoard | None = None
         self._reducer: NodeCollectives | None = None
-        self._peer_arrays: dict[
-            int, list[TieredArray]
-        ] = {}  # Rank whose slices this one reads -> its weight planes, by space.
+        # Rank whose shards this one reads -> its arrays of weights, by space.
+        self._peer_arrays: dict[int, list[TieredArray]] = {}
         self._swaps: list[PeerSwap] = []
-        # Persistent unit -> (begin, end) of the copy of its slice, in bytes of every rank's `_copy_regions`.
+        # Persistent unit -> (begin, end) of the copy of its shard, in bytes of every rank's `_copy_regions`.
         self._copy_ranges: dict[int, tuple[int, int]] = {}
         self._copy_regions: list[SharedHostMemory] = []
         self._slot_regions: list[SharedHostMemory] = []
         self._slot_ranges: list[tuple[int, int]] = []
-        self._first_slots: list[list[Home]] = []  # Per space, the homes on the disk, if the planes have two slots.
+        self._first_slots: list[list[Home]] = []  # Per space, the homes on the disk, if the arrays have two slots.
         self._epoch, self._reductions, self._is_stopped = 0, 0, False
 
     def attach(self, layout: Layout, storage: Storage, updates: PendingUpdates) -> None:
-        """Find the other ranks' slices. Collective, after every rank has made its storage."""
+        """Find the other ranks' shards. Collective, after every rank has made its storage."""
         comm, placement = self._comm, self.placement
         share = self._join_board(layout, storage, updates)
         with naming_ranks("sharing memory for collectives"):
@@ -118,7 +119,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
             self._open_peer_swaps(storage.disk, share)
 
     def _join_board(self, layout: Layout, storage: Storage, updates: PendingUpdates) -> AllGatherBytes:
-        """Make the board; from now on this rank publishes its slices there."""
+        """Make the board; from now on this rank publishes its shards there."""
         comm = self._comm
         share = partial(comm.all_gather_bytes, "sharing")
         self._request_column = len(layout.units)
@@ -127,9 +128,8 @@ class SharedMemoryCollectives(MultiRankCollectives):
         with naming_ranks("sharing a board"):
             self._board = NodeBoard.join(comm.rank, comm.world_size, self._closed_column + 1, share)
         storage.on_close_begin.append(self._stop_serving)
-        storage.on_transfers_end.append(
-            self._close_shared
-        )  # if an engine is dropped, closing its storage must end the sharing too
+        # If an engine is dropped, closing its storage must end the sharing too.
+        storage.on_transfers_end.append(self._close_shared)
         updates.on_unit_stored = self._publish
         return share
 
@@ -143,7 +143,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
         return (self._reductions, self._comm.enqueue(what, unit.index, unit.name))
 
     def cancel(self, work: PendingWork, error: BaseException) -> None:
-        if len(work) > 1:  # a reduction; a slice needs no report: its readers get it when it is there
+        if len(work) > 1:  # a reduction; a shard needs no report: its readers get it when it is there
             self._comm.cancel(work[1], error)
 
     async def gather(self, work: PendingWork, unit: Unit, flat: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
@@ -158,25 +158,26 @@ class SharedMemoryCollectives(MultiRankCollectives):
             begin, end = self._copy_ranges[unit.index]
             into.copy_(self._copy_regions[rank].data[begin:end])
         elif unit.index not in self._storage.plan.unsharded_units:
-            plane = self._peer_arrays[rank][self._layout.space_of(unit)]
-            await self._updates.run_with_retry(lambda: plane.read(unit.begin, unit.end, into))
+            array = self._peer_arrays[rank][self._layout.space_of(unit)]
+            await self._updates.run_with_retry(lambda: array.read(unit.begin, unit.end, into))
 
     async def _wait_for_shard(self, rank: int, epoch: int, unit: Unit) -> None:
-        """Return when another rank's slice has reached the epoch."""
-        what = f"the slice of {unit.name} as of step {epoch - 1}"
+        """Return when another rank's shard has reached the epoch."""
+        what = f"the shard of {unit.name} as of step {epoch - 1}"
         if self._attached_board.read(rank, unit.index) < epoch:
-            urge = partial(self._request_update, rank, unit, epoch)
+            request = partial(self._request_update, rank, unit, epoch)
+            deadline_seconds = self._comm.timeout_seconds
             async with self._naming_lost_rank(what):
                 with self._comm.waiting(what):
                     await self._attached_board.wait_for_peer(
-                        rank, unit.index, epoch, what=what, deadline_seconds=self._comm.timeout_seconds, on_pause=urge
+                        rank, unit.index, epoch, what=what, deadline_seconds=deadline_seconds, on_pause=request
                     )
 
     @asynccontextmanager
     async def _naming_lost_rank(self, what: str) -> AsyncIterator[None]:
         """Translate errors of peers into errors that name the rank which was lost first.
 
-        A peer that has gone may only have noticed that another one died, and told of it later than it went.
+        A peer that has left may only have noticed that another one died, and have reported that later.
         """
         try:
             yield
@@ -192,13 +193,13 @@ class SharedMemoryCollectives(MultiRankCollectives):
         if self._reducer is None:
             raise StateError("reduce: the shared memory is not set up yet")
         own = self._regions.pools[self._comm.rank]
-        number, ticket = work
+        number, queued = work
         async with self._naming_lost_rank(f"the gradient of {unit.name}"):
-            with self._comm.waiting(str(ticket)):
+            with self._comm.waiting(str(queued)):
                 async with self._reducer.reduce_scatter(
                     number, own.offset_of(flat), flat.nbytes, unit=unit.index
-                ) as slices:
-                    yield [part.view(flat.dtype) for part in slices]
+                ) as shards:
+                    yield [part.view(flat.dtype) for part in shards]
 
     def can_reduce_from(self, flat: torch.Tensor) -> bool:
         return is_within(flat, self._regions.pools[self._comm.rank])
@@ -207,8 +208,8 @@ class SharedMemoryCollectives(MultiRankCollectives):
         async def advance() -> None:
             self._begin_epoch(lambda index: index in unstored or not self._updates.is_stored(index), frozen_too=True)
 
-        # On the mover's loop, where updates of the last step end: no update ends between the new epoch and `is_stored`.
-        self._storage.io_loop.run("telling other ranks what was rewritten", advance())
+        # On the I/O loop, where updates of the last step end: no update ends between the new epoch and `is_stored`.
+        self._storage.io_loop.run("publishing the rewritten weights", advance())
 
     def on_weights_stored(self, index: int) -> None:
         self._publish(index, frozen_too=True)
@@ -217,7 +218,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
         self._begin_epoch(changing)
 
     def _begin_epoch(self, changing: Callable[[int], bool], *, frozen_too: bool = False) -> None:
-        """Begin a new epoch and publish this rank's slices, except those that are `changing`."""
+        """Begin a new epoch and publish this rank's shards, except those that are `changing`."""
         self._epoch += 1
         waiting = False
         for unit in self._layout.units:
@@ -254,10 +255,11 @@ class SharedMemoryCollectives(MultiRankCollectives):
 
     def _open_peer_swaps(self, own: Disk, share: AllGatherBytes) -> None:
         comm = self._comm
-        given = [SwapGeometry(*json.loads(answer)) for answer in share(json.dumps(astuple(own.swap.geometry)).encode())]
+        answers = share(json.dumps(astuple(own.swap.geometry)).encode())
+        geometries = [SwapGeometry(*json.loads(answer)) for answer in answers]
         with naming_ranks("sharing swap files"):
             received = exchange_descriptors(comm.rank, comm.world_size, share, own.swap.descriptors)
-        for rank, (descriptors, geometry) in enumerate(zip(received, given, strict=True)):
+        for rank, (descriptors, geometry) in enumerate(zip(received, geometries, strict=True)):
             if rank == comm.rank:
                 continue
             swap = PeerSwap(descriptors, geometry)
@@ -267,26 +269,26 @@ class SharedMemoryCollectives(MultiRankCollectives):
             ]
 
     def _publish_slots(self) -> None:
-        """Publish from now on which slot counts, for planes that snapshots keep; makes shared memory for this."""
-        planes = [plane for plane in self._storage.weights if isinstance(plane, TwoSlotArray)]
+        """Publish from now on which slot counts, for arrays of which snapshots are taken; in shared memory."""
+        arrays = [array for array in self._storage.weights if isinstance(array, TwoSlotArray)]
         position = 0
-        for plane in planes:
-            self._slot_ranges.append((position, position + len(plane.pairs)))
-            position += len(plane.pairs)
+        for array in arrays:
+            self._slot_ranges.append((position, position + len(array.pairs)))
+            position += len(array.pairs)
         if not position:
             return
         self._slot_regions = self._regions.per_rank(position, "slots of weights")
-        for plane, (begin, end) in zip(planes, self._slot_ranges, strict=True):
-            self._first_slots.append(plane.publish_slots(self._slot_regions[self._comm.rank].data[begin:end]))
+        for array, (begin, end) in zip(arrays, self._slot_ranges, strict=True):
+            self._first_slots.append(array.publish_slots(self._slot_regions[self._comm.rank].data[begin:end]))
 
     def _peer_weights(self, rank: int, number: int, disk: Disk) -> TieredArray:
         """Another rank's weights of a space in its swap space. All ranks have the same plan, so places are known."""
-        plane, width = self._storage.weights[number], self._layout.spaces[number].dtype.itemsize
-        name = f"{plane.name} of rank {rank}"
+        array, width = self._storage.weights[number], self._layout.spaces[number].dtype.itemsize
+        name = f"{array.name} of rank {rank}"
         if self._first_slots:
             begin, end = self._slot_ranges[number]
             return PeerSlotArray(name, width, self._first_slots[number], self._slot_regions[rank].data[begin:end], disk)
-        return TieredArray(name, width, [home for home in plane.homes if home.memory is None], disk)
+        return TieredArray(name, width, [home for home in array.homes if home.memory is None], disk)
 
     @property
     def _attached_board(self) -> NodeBoard:
@@ -295,7 +297,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
         return self._board
 
     def _allocate_copies(self) -> None:
-        """Make room for copies of slices of persistent units, which every rank has whole in its own memory.
+        """Make room for copies of shards of persistent units, which every rank also has in full in its own memory.
 
         They may be edited there at any time (`p.data.mul_(0.5)`, on every rank): all ranks would edit one shared copy.
         """
@@ -306,7 +308,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
             self._copy_ranges[unit.index] = (position, position + nbytes)
             position += nbytes
         if units:
-            self._copy_regions = self._regions.per_rank(position, "slices of weights")
+            self._copy_regions = self._regions.per_rank(position, "shards of weights")
 
     def _publish(self, index: int, *, frozen_too: bool = False) -> None:
         unit = self._layout.units[index]
@@ -338,7 +340,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
             await asyncio.sleep(pause)
 
     def _stop_serving(self) -> None:
-        """Stop listening: no rank waits for updates of this rank any more."""
+        """Answer no further requests: no rank waits for updates of this rank any more."""
         self._is_stopped = True
 
 
