@@ -478,7 +478,7 @@ REMOVALS = (
     Removal(
         "a record is replaced while its reader still copies it",
         "zero/store/stored_values.py",
-        "    streams.wait_events(read)\n",
+        "    streams.wait_events(event)\n",
         "",
         ("shortened:cpu-none:late,copies_in",),
     ),
@@ -493,7 +493,7 @@ REMOVALS = (
     Removal(
         "a model that is being made on the device is taken before it is",
         "zero/store/adoption.py",
-        "            streams.wait_events(made)",
+        "            streams.wait_events(event)",
         "            pass",
         ("replaced_on_the_device:cpu-cpu:late",),
         covered_by="no scenario notices so far",
