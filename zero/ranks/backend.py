@@ -19,7 +19,7 @@ from offload.system.interrupts import deferring_interrupts
 
 Handle: TypeAlias = Any  # A torch process group.
 Work: TypeAlias = Any  # A collective in flight.
-# Slices of at least this size are gathered by broadcasts with gloo. Its gather makes a copy of all slices: from this
+# Shards of at least this size are gathered by broadcasts with gloo. Its gather makes a copy of all shards: from this
 # size on that takes longer, up to three times, and C's allocator keeps a part of the copy's memory.
 BROADCAST_BYTES_MIN = 256 << 10
 POLL_SECONDS = 0.25  # A waiting rank checks so often that the ranks still work together.
@@ -79,19 +79,19 @@ def new_group(
         timeout: used instead while the group is made.
         device: the calling thread's.
     """
-    made: Future[Handle] = Future()
+    group_future: Future[Handle] = Future()
 
     def make() -> None:
         try:
             set_device(device)
-            made.set_result(dist.new_group(list(ranks), backend=name, timeout=timeout or timeout_of(parent)))
+            group_future.set_result(dist.new_group(list(ranks), backend=name, timeout=timeout or timeout_of(parent)))
         except BaseException as error:
-            made.set_exception(error)
+            group_future.set_exception(error)
 
     threading.Thread(target=make, name="zero-group", daemon=True).start()
-    while not wait([made], timeout=POLL_SECONDS).done:
+    while not wait([group_future], timeout=POLL_SECONDS).done:
         check()
-    return made.result()
+    return group_future.result()
 
 
 def inherit_timeout(handle: Handle, parent: Handle | None) -> None:
@@ -160,17 +160,17 @@ def store_of(group: Handle | None) -> Any:
 
 
 def all_gather(gathered: Tensor, own: Tensor, handle: Handle) -> Work:
-    """Launch an all-gather; `own` may be a slice of `gathered`."""
+    """Launch an all-gather; `own` may be a part of `gathered`."""
     return _all_gather(gathered, own, group=handle, async_op=True)
 
 
 def all_gather_shards(gathered: Tensor, own: Tensor, handle: Handle) -> list[Work]:
-    """Like `all_gather`, where `own` is this rank's slice of `gathered`; the caller waits for all the returned work."""
+    """Like `all_gather`, where `own` is this rank's shard of `gathered`; the caller waits for all the returned work."""
     if own.device.type != "cpu" or own.nbytes < BROADCAST_BYTES_MIN:
         return [all_gather(gathered, own, handle)]
     return [
-        broadcast(each, rank, handle)
-        for each, rank in zip(split_flat(gathered, own.numel()), ranks_of(handle), strict=True)
+        broadcast(shard, rank, handle)
+        for shard, rank in zip(split_flat(gathered, own.numel()), ranks_of(handle), strict=True)
     ]
 
 
@@ -180,7 +180,7 @@ def reduce_scatter(own: Tensor, flat: Tensor, handle: Handle) -> Work:
 
 
 def all_to_all(received: Tensor, sent: Tensor, handle: Handle) -> Work:
-    """Launch an all-to-all: slice r of `sent` is sent to rank r, slice r of `received` is received from it."""
+    """Launch an all-to-all: part r of `sent` is sent to rank r, part r of `received` is received from it."""
     return dist.all_to_all_single(received, sent, group=handle, async_op=True)
 
 
@@ -199,20 +199,20 @@ def add_done_callback(work: Work, callback: Callable[[], None]) -> None:
 
 
 def as_future(work: Work) -> asyncio.Future[None]:
-    """A future of the running loop, settled when the work has ended on the host or failed."""
+    """A future of the running loop that is done when the work has ended on the host or failed."""
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
+    work_future: asyncio.Future[None] = loop.create_future()
 
-    def settle() -> None:
-        if not done.done():
-            done.set_result(None)
+    def finish() -> None:
+        if not work_future.done():
+            work_future.set_result(None)
 
-    def tell() -> None:
+    def on_work_done() -> None:
         with contextlib.suppress(RuntimeError):  # the loop has been closed: no task waits
-            loop.call_soon_threadsafe(settle)
+            loop.call_soon_threadsafe(finish)
 
-    add_done_callback(work, tell)
-    return done
+    add_done_callback(work, on_work_done)
+    return work_future
 
 
 def wait_for_work(work: Work, check: Callable[[], None]) -> None:

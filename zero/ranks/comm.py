@@ -1,13 +1,13 @@
 """The collectives of one engine: one order on all ranks, sums in rank order, errors instead of hangs.
 
-[Note: agreed order] The thread that decides to gather or reduce something takes a `QueuedWork` at that moment. Ranks that
-run the same program take the same tickets. The jobs of the tickets become ready in any order, depending on disks and
-memory, but they are launched in the order of the tickets.
+[Note: agreed order] The thread that decides to gather or reduce something makes a `QueuedWork` at that moment. Ranks
+that run the same program queue the same work. Its jobs become ready in any order, depending on disks and memory, but
+they are launched in the order of the queue.
 
 [Note: headers] If ranks launch different collectives, gloo ends the process when their messages differ in size, and
-mixes values when the sizes are equal. So before each collective its ranks exchange their places in the order and a hash
-of all entries up to there: a few bytes, while the previous collective moves its data. With NCCL no headers are
-exchanged; there the watch and `agree` find a difference.
+mixes values when the sizes are equal. So before each collective its ranks send each other their places in the order and
+a hash of all entries up to there: a few bytes, while the previous collective moves its data. With NCCL no headers are
+sent; there the watchdog and `all_gather_bytes` find a difference.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Group:
 
 @dataclass(slots=True)
 class TrafficCounts:
-    """Totals of one kind of collectives on this rank, counted as whole flat tensors, before slicing."""
+    """Totals of one kind of collectives on this rank: of flat tensors of full length, not of shards."""
 
     calls: int = 0
     numel: int = 0
@@ -61,7 +61,7 @@ class TrafficCounts:
 
 
 class Comm:
-    """One rank's side of an engine's collectives.
+    """An engine's collectives on this rank.
 
     Args:
         device: where the tensors of collectives live.
@@ -108,15 +108,13 @@ class Comm:
         control = None
         if self.world_size > 1:
             self._process_groups, self._watchdog, control = open_process_groups(
-                *(
-                    self._operation_log,
-                    self._failure_state,
-                    self._members,
-                    device,
-                    process_group,
-                    deadline_seconds,
-                    teams,
-                )
+                self._operation_log,
+                self._failure_state,
+                self._members,
+                device,
+                process_group,
+                deadline_seconds,
+                teams,
             )
         self._leave = weakref.finalize(
             self, _leave, os.getpid(), self._watchdog, self._process_groups, self._failure_state
@@ -134,7 +132,7 @@ class Comm:
     def group(self, ranks: Sequence[int]) -> Group:
         """This rank's group. All ranks call it together, each with its own group; groups do not overlap.
 
-        `ranks`: in the order of their slices. If every rank is a group of one, nothing is exchanged.
+        `ranks`: in the order of their shards. If every rank is a group of one, nothing is sent.
         """
         key = tuple(ranks)
         if self.rank not in key or len(set(key)) != len(key) or not set(key) <= set(range(self.world_size)):
@@ -142,15 +140,15 @@ class Comm:
                 f"group: expected distinct ranks below {self.world_size} that include {self.rank}, got {key}"
             )
         if key not in self._groups:
-            told = self.all_gather_bytes("groups", struct.pack(f"<{len(key)}q", *key))
-            wanted = [struct.unpack(f"<{len(text) // 8}q", text) for text in told]
+            answers = self.all_gather_bytes("groups", struct.pack(f"<{len(key)}q", *key))
+            groups = [struct.unpack(f"<{len(answer) // 8}q", answer) for answer in answers]
             for member in key:
-                if wanted[member] != key:
+                if groups[member] != key:
                     raise ConfigError(
                         f"group: the ranks ask for different groups: rank {self.rank} for {key}, rank {member} "
-                        f"for {wanted[member]}"
+                        f"for {groups[member]}"
                     )
-            self._groups[key] = self.group_from_list(sorted(set(wanted)))
+            self._groups[key] = self.group_from_list(sorted(set(groups)))
         return self._groups[key]
 
     def group_from_list(self, groups: Sequence[Sequence[int]]) -> Group:
@@ -172,10 +170,10 @@ class Comm:
             except BaseException as error:
                 raise self._explain_blocking(error, what) from error
 
-    # ---- run by the mover ---------------------------------------------------------------------
+    # ---- on the I/O loop ----------------------------------------------------------------------
 
     def enqueue(self, kind: str, unit: int, name: str) -> QueuedWork:
-        """A place in the agreed order, taken by the deciding thread: all ranks make the same calls in the same order.
+        """The next place in the agreed order, for the deciding thread: all ranks make the same calls in the same order.
 
         Args:
             kind: for example "gather" or "reduce".
@@ -186,33 +184,32 @@ class Comm:
         return self._operation_log.add_queued(kind, unit, name)
 
     async def all_gather(self, queued: QueuedWork, flat: Tensor, group: Group, *after: MaybeEvent) -> MaybeEvent:
-        """Fill `flat` with every rank's slice.
+        """Fill `flat` with every rank's shard.
 
-        Returns a fence that is passed after the gather. Raises RankDivergenceError: the ranks do not do the same; this
-        and every later call raise it.
+        Returns an event that is complete after the gather. Raises RankDivergenceError: the ranks do not do the same;
+        this and every later call raise it.
 
         Args:
-            flat: (size * N,), contiguous; slice `group.index` of N elements is valid on entry, all are on exit.
-            after: fences after which `flat` may be read and written.
+            flat: (size * N,), contiguous; shard `group.index` of N elements is valid on entry, all are on exit.
+            after: events after which `flat` may be read and written.
         """
         if group.size == 1:
             return self._finish_alone(queued, after)
         own = self._split(queued, flat, group)[group.index]
-        whole = backend.as_bytes(flat)
-        start = partial(backend.all_gather_shards, whole, backend.as_bytes(own), group.handle)
+        start = partial(backend.all_gather_shards, backend.as_bytes(flat), backend.as_bytes(own), group.handle)
         return await self._run_collective(queued, group, flat, after, start)
 
     async def reduce_scatter(
         self, queued: QueuedWork, flat: Tensor, group: Group, *after: MaybeEvent, into: Tensor | None = None
     ) -> list[Tensor]:
-        """The summands of this rank's slice of the sum over the group; the caller adds them in this order.
+        """The summands of this rank's shard of the sum over the group; the caller adds them in this order.
 
         Returns tensors of (N,): one for each rank, in rank order, or a single one if the backend may add (`fixed_order`
-        False). They are ready for the current stream of the mover.
+        False). They are ready for the current stream of the I/O loop.
 
         Args:
             flat: (size * N,), contiguous; it is not changed.
-            after: fences after which `flat` may be read, and `into` written.
+            after: events after which `flat` may be read, and `into` written.
             into: (size * N,) of the same dtype to receive into; None allocates. With `fixed_order` False: its first N.
         """
         if group.size == 1:
@@ -235,7 +232,7 @@ class Comm:
         self._failure_state.raise_if_failed()
 
     def ended_ranks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Those of these ranks that will do nothing any more, and why. Any thread."""
+        """Those of these ranks that have ended or closed their engine -> what is known about it. Any thread."""
         return {} if self._watchdog is None else self._watchdog.ended_ranks(ranks)
 
     def waiting(self, what: str) -> AbstractContextManager[Any]:
@@ -247,24 +244,25 @@ class Comm:
 
     @contextmanager
     def failing_together(self, kind: str) -> Iterator[None]:
-        """A context in which ranks exchange their own messages, in parts of this group: a failure on one ends all.
+        """A context in which ranks send messages of their own, in parts of this group: a failure on one ends all.
 
-        A RankLostError raised inside means that such a message failed: the error that leaves the context says why.
+        A RankLostError raised inside means that such a message failed: the error that leaves the context names the
+        cause.
         Raises RankDivergenceError: another rank has failed, also in an earlier call.
 
         `kind`: the same words on every rank.
         """
-        ticket = self.enqueue(kind, -1, "all stages")
+        queued = self.enqueue(kind, -1, "all stages")
         try:
-            with self._waiting_at(ticket.place, str(ticket)):
+            with self._waiting_at(queued.place, str(queued)):
                 yield
         except RankLostError as error:  # the rank that caused it is not known yet
-            raise self._explain_blocking(RuntimeError(str(error)), str(ticket)) from error
+            raise self._explain_blocking(RuntimeError(str(error)), str(queued)) from error
         except BaseException as error:
-            self._fail_work(error, ticket)
+            self._fail_work(error, queued)
             raise
         finally:
-            self._launch_order.advance_past(ticket.number)
+            self._launch_order.advance_past(queued.number)
 
     def fail(self, error: BaseException) -> None:
         """Ranks outside this group no longer work together with it: end the waits in this group too. Any thread."""
@@ -280,10 +278,10 @@ class Comm:
 
     def _finish_alone(self, queued: QueuedWork, after: tuple[MaybeEvent, ...]) -> MaybeEvent:
         self._launch_order.advance_past(queued.number)
-        waiting = [fence for fence in after if fence is not None]
-        if len(waiting) < 2:
-            return waiting[0] if waiting else None
-        self.streams.wait_events(*waiting)
+        events = [event for event in after if event is not None]
+        if len(events) < 2:
+            return events[0] if events else None
+        self.streams.wait_events(*events)
         return self.streams.record_event()
 
     def _split(self, queued: QueuedWork, flat: Tensor, group: Group) -> tuple[Tensor, ...]:
@@ -302,7 +300,7 @@ class Comm:
         after: tuple[MaybeEvent, ...],
         start: Callable[[], list[Any]],
     ) -> MaybeEvent:
-        """Launch all works of `start` at the ticket's turn, and wait. Returns a fence after them."""
+        """Launch all works of `start` when `queued` is next, and wait. Returns an event after them."""
         self._loop = asyncio.get_running_loop()
         try:
             if not self._nccl:
@@ -322,10 +320,10 @@ class Comm:
                 with self.streams.collective_stream():
                     for work in works:
                         work.wait()  # with NCCL the current stream waits, not this thread
-                    fence = self.streams.record_event()
+                    event = self.streams.record_event()
                 if self._nccl:
-                    wait.event = fence
-                return fence
+                    wait.event = event
+                return event
         except BaseException as error:
             self._fail_work(error, queued)
             raise
@@ -333,36 +331,36 @@ class Comm:
     async def _compare_headers(self, queued: QueuedWork, group: Group) -> None:
         """Return if the group's ranks are about to launch the same collective; else raise."""
         own = pack_header(queued.place, queued.digest)
-        whole = torch.empty(group.size * len(own), dtype=torch.uint8, device="cpu")
-        mine = whole[group.index * len(own) : (group.index + 1) * len(own)]
-        mine.copy_(bytes_tensor(own))
-        await self._wait_for_works([backend.all_gather(whole, mine, group.handle)], str(queued))
-        if bytes_of(whole) != own * group.size:
-            parted = RankDivergenceError("the ranks have run different operations so far")
-            raise await self.explain(parted, str(queued))
+        headers = torch.empty(group.size * len(own), dtype=torch.uint8, device="cpu")
+        own_part = headers[group.index * len(own) : (group.index + 1) * len(own)]
+        own_part.copy_(bytes_tensor(own))
+        await self._wait_for_works([backend.all_gather(headers, own_part, group.handle)], str(queued))
+        if bytes_of(headers) != own * group.size:
+            error = RankDivergenceError("the ranks have run different operations so far")
+            raise await self.explain(error, str(queued))
 
     async def _wait_for_works(self, works: list[Any], what: str) -> None:
-        ended = [backend.as_future(work) for work in works]
-        self._in_flight.update(ended)
+        futures = [backend.as_future(work) for work in works]
+        self._in_flight.update(futures)
         try:
-            await asyncio.gather(*ended)
+            await asyncio.gather(*futures)
             for work in works:
                 work.wait()
         except RuntimeError as error:
             raise await self.explain(error, what) from error
         finally:
-            self._in_flight.difference_update(ended)
+            self._in_flight.difference_update(futures)
 
     def _count_traffic(self, kind: str, flat: Tensor) -> None:
-        counter = self.traffic.setdefault(kind, TrafficCounts())
-        counter.calls += 1
-        counter.numel += flat.numel()
-        counter.nbytes += flat.nbytes
+        counts = self.traffic.setdefault(kind, TrafficCounts())
+        counts.calls += 1
+        counts.numel += flat.numel()
+        counts.nbytes += flat.nbytes
 
     # ---- blocking calls -----------------------------------------------------------------------
 
     def all_gather_bytes(self, what: str, payload: bytes = b"") -> list[bytes]:
-        """Every rank's payload, in rank order. Blocks; any thread but the mover's; all ranks call it at the same place.
+        """Every rank's payload, in rank order. Blocks; any thread but the I/O loop's; all ranks call it together.
 
         Raises RankDivergenceError: the decisions of the ranks up to here differ.
 
@@ -371,7 +369,7 @@ class Comm:
         return self._control_plane.all_gather_bytes(what, payload)
 
     def broadcast(self, tensors: Sequence[Tensor], source_rank: int) -> None:
-        """Copy the values of tensors from `source_rank` to every rank, in few messages. Blocks, like `all_gather_bytes`.
+        """Copy the values of tensors from `source_rank` to every rank, in few messages. Blocks.
 
         `tensors`: of any device, dtype and shape, which must be equal on all ranks.
         """
@@ -379,18 +377,18 @@ class Comm:
 
     @contextmanager
     def _waiting_at(self, place: int, what: str) -> Iterator[Any]:
-        known = nullcontext(Wait(place, what, 0.0)) if self._watchdog is None else self._watchdog.waiting(place, what)
-        with external_wait(), known as wait:
+        waiting = nullcontext(Wait(place, what, 0.0)) if self._watchdog is None else self._watchdog.waiting(place, what)
+        with external_wait(), waiting as wait:
             yield wait
 
     def _explain_blocking(self, error: BaseException, what: str) -> BaseException:
-        """The error to raise instead of `error`. Blocks until the watch has asked the other ranks."""
+        """The error to raise instead of `error`. Blocks until the watchdog has read the other ranks' positions."""
         if self._failure_state.failure is None and self._watchdog is not None:
             self._watchdog.find_cause(error, what).result()
         return copy_error(self._failure_state.fail(error))
 
     async def explain(self, error: BaseException, what: str) -> BaseException:
-        """The error to raise instead of `error`, which ended `what`; on the mover."""
+        """The error to raise instead of `error`, which ended `what`; on the I/O loop."""
         if self._failure_state.failure is None and self._watchdog is not None:
             await asyncio.wrap_future(self._watchdog.find_cause(error, what))
         return copy_error(self._failure_state.fail(error))
@@ -416,12 +414,12 @@ class Comm:
         asyncio.get_running_loop().call_later(GIVE_UP_SECONDS, self._fail_in_flight, error)
 
     def _fail_in_flight(self, error: BaseException) -> None:
-        for ended in self._in_flight:
-            if not ended.done():
-                ended.set_exception(RuntimeError(str(error)))
+        for future in self._in_flight:
+            if not future.done():
+                future.set_exception(RuntimeError(str(error)))
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave, and destroy the groups. Ranks that wait for this one learn of it, and of the `error` if there is one.
+        """Leave, and destroy the groups. Publishes this for ranks that wait for this one, with the `error` if any.
 
         Idempotent.
         """
@@ -443,7 +441,6 @@ def _leave(
         watchdog.stop()
         if watchdog.is_waiting:
             process_groups.abort()
-            watchdog.wait_until_idle(
-                GIVE_UP_SECONDS
-            )  # the process may be about to end: gloo's threads must not outlive Python
+            # The process may be about to end: gloo's threads must not outlive Python.
+            watchdog.wait_until_idle(GIVE_UP_SECONDS)
         process_groups.close()

@@ -1,6 +1,6 @@
-"""Blocking exchanges of all ranks: agreeing on bytes, and broadcasting tensors from one rank.
+"""Blocking collectives of all ranks: gathering bytes, and broadcasting tensors from one rank.
 
-It has its own process group, so it is independent of the mover's collectives in flight. Each exchange begins with the
+It has its own process group, so it is independent of the I/O loop's collectives in flight. Each call begins with the
 place in the log and its hash: ranks that have decided differently notice it before any value is used.
 """
 
@@ -23,7 +23,7 @@ from zero.ranks.failure_state import FailureState
 from zero.ranks.sequence import HEADER, OperationLog, pack_header
 
 CHUNK_BYTES = 64 << 20  # Largest message of a broadcast.
-INLINE_BYTES = 480  # A payload of `agree` up to this size is sent with its header.
+INLINE_BYTES = 480  # A payload of `all_gather_bytes` up to this size is sent with its header.
 LENGTH = struct.Struct("<q")
 
 # (error of the backend, what failed) -> the error to raise instead. Blocks until more is known.
@@ -31,11 +31,11 @@ Explain: TypeAlias = Callable[[BaseException, str], BaseException]
 
 
 class ControlPlane:
-    """One rank's side. Called on any thread that may block; all ranks make the same calls in the same order.
+    """This rank's control plane. Called on any thread that may block; all ranks make the same calls in the same order.
 
     Args:
         handle: a gloo group of the members; None for one rank.
-        log: gets an entry for each exchange.
+        log: gets an entry for each call.
         failure_state: checked before and while waiting.
         waiting: makes the context for a wait at a place of the log, with words for messages.
         explain: see `Explain`.
@@ -52,7 +52,10 @@ class ControlPlane:
         explain: Explain,
     ) -> None:
         self._members, self._rank, self._handle = members, rank, handle
-        self._log, self._failure_state, self._waiting, self._explain = log, failure_state, waiting, explain
+        self._log = log
+        self._failure_state = failure_state
+        self._waiting = waiting
+        self._explain = explain
         self._lock = threading.Lock()
 
     def all_gather_bytes(self, what: str, payload: bytes) -> list[bytes]:
@@ -64,7 +67,7 @@ class ControlPlane:
             return self._gather_payloads("agree", what, payload)
 
     def broadcast(self, tensors: Sequence[Tensor], source_rank: int) -> None:
-        """Give tensors the values of `source_rank`; their shapes and dtypes are equal on all ranks."""
+        """Fill tensors with the values of `source_rank`; their shapes and dtypes are equal on all ranks."""
         self._failure_state.raise_if_failed()
         if len(self._members) == 1:
             return
@@ -76,18 +79,19 @@ class ControlPlane:
 
     def _gather_payloads(self, kind: str, what: str, payload: bytes) -> list[bytes]:
         place, digest = self._log.add(kind, -1, what)
-        said = f"{kind} ({what if len(what) < 100 else what[:100] + '...'})"
+        description = f"{kind} ({what if len(what) < 100 else what[:100] + '...'})"
         fits = len(payload) <= INLINE_BYTES
         head = pack_header(place, digest) + LENGTH.pack(len(payload))
-        with self._waiting(place, said):
-            told = self._gather_messages(said, head + (payload if fits else b"").ljust(INLINE_BYTES, b"\0"))
-            if any(message[: HEADER.size] != head[: HEADER.size] for message in told):
-                raise self._explain(RankDivergenceError("the ranks have run different operations so far"), said)
-            lengths = [LENGTH.unpack_from(message, HEADER.size)[0] for message in told]
-            inline = [message[len(head) : len(head) + length] for message, length in zip(told, lengths, strict=True)]
-            return (
-                inline if max(lengths) <= INLINE_BYTES else self._gather_long_payloads(said, payload, inline, lengths)
-            )
+        with self._waiting(place, description):
+            message = head + (payload if fits else b"").ljust(INLINE_BYTES, b"\0")
+            answers = self._gather_messages(description, message)
+            if any(answer[: HEADER.size] != head[: HEADER.size] for answer in answers):
+                raise self._explain(RankDivergenceError("the ranks have run different operations so far"), description)
+            lengths = [LENGTH.unpack_from(answer, HEADER.size)[0] for answer in answers]
+            inline = [answer[len(head) : len(head) + length] for answer, length in zip(answers, lengths, strict=True)]
+            if max(lengths) <= INLINE_BYTES:
+                return inline
+            return self._gather_long_payloads(description, payload, inline, lengths)
 
     def _gather_long_payloads(
         self, description: str, payload: bytes, inline: list[bytes], lengths: list[int]
@@ -99,23 +103,23 @@ class ControlPlane:
         """
         longest = max(lengths)
         if longest < backend.BROADCAST_BYTES_MIN and 2 * sum(lengths) > longest * len(lengths):
-            told = self._gather_messages(description, payload.ljust(longest, b"\0"))
-            return [message[:length] for message, length in zip(told, lengths, strict=True)]
-        held = {
+            messages = self._gather_messages(description, payload.ljust(longest, b"\0"))
+            return [message[:length] for message, length in zip(messages, lengths, strict=True)]
+        received = {
             rank: bytes_tensor(payload) if rank == self._rank else torch.empty(length, dtype=torch.uint8, device="cpu")
             for rank, length in enumerate(lengths)
             if length > INLINE_BYTES
         }
-        parts = [(part, rank) for rank, whole in held.items() for part in backend.split_flat(whole, CHUNK_BYTES)]
+        parts = [(part, rank) for rank, flat in received.items() for part in backend.split_flat(flat, CHUNK_BYTES)]
         self._run_works(description, partial(self._start_broadcasts, parts))
-        return [bytes_of(held[rank]) if rank in held else message for rank, message in enumerate(inline)]
+        return [bytes_of(received[rank]) if rank in received else message for rank, message in enumerate(inline)]
 
     def _gather_messages(self, description: str, message: bytes) -> list[bytes]:
         """Messages of one size, in rank order."""
         own = bytes_tensor(message)
-        whole = torch.empty(len(self._members) * len(message), dtype=torch.uint8, device="cpu")
-        self._run_works(description, lambda: [backend.all_gather(whole, own, self._handle)])
-        return [bytes_of(part) for part in backend.split_flat(whole, len(message))]
+        gathered = torch.empty(len(self._members) * len(message), dtype=torch.uint8, device="cpu")
+        self._run_works(description, lambda: [backend.all_gather(gathered, own, self._handle)])
+        return [bytes_of(part) for part in backend.split_flat(gathered, len(message))]
 
     def _start_broadcasts(self, parts: Sequence[tuple[Tensor, int]]) -> list[Any]:
         """Begin a broadcast of each tensor, from the rank beside it."""

@@ -47,13 +47,15 @@ class LauncherVariables:
 
 TORCHRUN = LauncherVariables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SLURM = LauncherVariables("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
+OPEN_MPI, MVAPICH = (
+    LauncherVariables(
+        launcher, *(f"{begin}_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    )
+    for launcher, begin in (("Open MPI", "OMPI"), ("MVAPICH", "MV2"))
+)
 MPI = (
-    *(
-        LauncherVariables(
-            launcher, *(f"{begin}_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-        )
-        for launcher, begin in (("Open MPI", "OMPI"), ("MVAPICH", "MV2"))
-    ),
+    OPEN_MPI,
+    MVAPICH,
     LauncherVariables("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
@@ -75,8 +77,8 @@ def find_place(environ: Mapping[str, str], port: int, *, mpi: bool = True) -> Ra
             place = _read(environ, names)
             here = place.world_size in (1, place.local_world_size)
             return _with_master(environ, port, place, LOOPBACK if here else _cloud_master(environ) or _mpi_master())
-    if mpi and (found := _from_mpi4py()) is not None:
-        return _with_master(environ, port, found, _mpi_master())
+    if mpi and (place_of_mpi4py := _from_mpi4py()) is not None:
+        return _with_master(environ, port, place_of_mpi4py, _mpi_master())
     local = environ.get("LOCAL_RANK", "0")
     if local not in ("0", "-1", ""):
         raise ConfigError(
@@ -88,13 +90,13 @@ def find_place(environ: Mapping[str, str], port: int, *, mpi: bool = True) -> Ra
 
 def torchrun_variables(place: RankPlace) -> dict[str, str]:
     """The environment variables that torchrun would have set, for code that reads them."""
-    found: dict[str, object] = {"RANK": place.rank, "WORLD_SIZE": place.world_size}
+    variables: dict[str, object] = {"RANK": place.rank, "WORLD_SIZE": place.world_size}
     if place.local_rank is not None:
-        found["LOCAL_RANK"] = place.local_rank
+        variables["LOCAL_RANK"] = place.local_rank
     if place.local_world_size is not None:
-        found["LOCAL_WORLD_SIZE"] = place.local_world_size
-    found |= {"MASTER_ADDR": place.master_addr, "MASTER_PORT": place.master_port}
-    return {name: str(value) for name, value in found.items()}
+        variables["LOCAL_WORLD_SIZE"] = place.local_world_size
+    variables |= {"MASTER_ADDR": place.master_addr, "MASTER_PORT": place.master_port}
+    return {name: str(value) for name, value in variables.items()}
 
 
 def first_host(nodes: str) -> str:
@@ -145,9 +147,9 @@ def _number(environ: Mapping[str, str], name: str, problems: list[str], *, requi
         return None
 
 
-def _with_master(environ: Mapping[str, str], port: int, place: RankPlace, known: str) -> RankPlace:
-    """Add the address of rank 0; MASTER_ADDR and MASTER_PORT take precedence."""
-    address = environ.get("MASTER_ADDR") or known or (LOOPBACK if place.world_size == 1 else "")
+def _with_master(environ: Mapping[str, str], port: int, place: RankPlace, host: str) -> RankPlace:
+    """Add the address of rank 0, which is `host` (empty: not known); MASTER_ADDR and MASTER_PORT take precedence."""
+    address = environ.get("MASTER_ADDR") or host or (LOOPBACK if place.world_size == 1 else "")
     if not address:
         raise ConfigError(
             f"environment of {place.source}: {place.world_size} ranks, but MASTER_ADDR is not set: set it to the "
@@ -195,5 +197,5 @@ def _from_mpi4py() -> RankPlace | None:
     world = _mpi().COMM_WORLD
     if world.Get_size() == 1:
         return None
-    mine = world.Split_type(_mpi().COMM_TYPE_SHARED)
-    return RankPlace("mpi4py", world.Get_rank(), world.Get_size(), mine.Get_rank(), mine.Get_size())
+    node = world.Split_type(_mpi().COMM_TYPE_SHARED)
+    return RankPlace("mpi4py", world.Get_rank(), world.Get_size(), node.Get_rank(), node.Get_size())

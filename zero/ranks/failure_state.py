@@ -44,7 +44,7 @@ class FailureState:
 
 
 def copy_error(error: BaseException) -> BaseException:
-    """A copy of the error for another caller, since an exception object carries only one traceback."""
+    """A copy of the error for another caller, since an exception object has only one traceback."""
     if isinstance(error, RankDivergenceError):
         return type(error)(*error.args)
     return RankDivergenceError(

@@ -48,7 +48,7 @@ def init_distributed(  # noqa: PLR0913 - the signature is DeepSpeed's
         timeout: for every wait of the group; None: DEEPSPEED_TIMEOUT minutes, else 30.
         init_method: torch's, such as "tcp://host:port"; None: MASTER_ADDR and MASTER_PORT.
         dist_init_required: False: the group has to exist already.
-        config: accepted; DeepSpeed's keyword.
+        config: has no effect; DeepSpeed's keyword.
         rank: of this process; -1: from the environment.
         world_size: number of ranks; -1: from the environment.
 
@@ -103,17 +103,17 @@ def join_or_stay_alone(port: int = PORT) -> None:
         _join(RankPlace("", 0, 1), choose_backend(None), None, _default_timeout())
 
 
-def choose_backend(wish: str | None) -> str:
+def choose_backend(setting: str | None) -> str:
     """The backend of the default group. Raises ConfigError: torch does not have it, or it has no device here.
 
-    `wish`: the user's; None: the one for this machine.
+    `setting`: the user's; None: the one for this machine.
     """
     kind = chosen_kind()
-    if wish is None:
+    if setting is None:
         return (
             "gloo" if kind is None or not kind.has_collectives() else f"cpu:gloo,{kind.name}:{kind.collective_backend}"
         )
-    name = wish.lower()
+    name = setting.lower()
     if kind is None and name in [other.collective_backend for other in KINDS.values()]:
         raise ConfigError(
             f"dist_backend: {name} needs GPUs, but this process computes on the CPU; leave dist_backend out, or set "
@@ -167,9 +167,8 @@ def _select_gpu(place: RankPlace, backend: str) -> None:
             f"LOCAL_RANK={local_rank}, but torch sees {count} GPUs: start at most {count} ranks on this machine, or "
             f"set {kind.visible_variable} for each"
         )
-    set_device(
-        torch.device(kind.name, local_rank % count)
-    )  # the only visible one, or one that ranks share through gloo
+    # The only visible GPU, or one that ranks share through gloo.
+    set_device(torch.device(kind.name, local_rank % count))
 
 
 def _join(place: RankPlace, backend: str, init_method: str | None, timeout: timedelta) -> None:
@@ -184,9 +183,9 @@ def _join(place: RankPlace, backend: str, init_method: str | None, timeout: time
         atexit.unregister(_destroy_single_group)
         atexit.register(_destroy_single_group, os.getpid())
         return
-    where = init_method or f"tcp://{place.master_addr}:{place.master_port}"
+    address = init_method or f"tcp://{place.master_addr}:{place.master_port}"
     if init_method is None:
-        init_method = where if place.source == ARGUMENTS else "env://"  # torchrun's store may be its own
+        init_method = address if place.source == ARGUMENTS else "env://"  # torchrun's store may be its own
     try:
         dist.init_process_group(
             backend, init_method=init_method, rank=place.rank, world_size=place.world_size, timeout=timeout
@@ -197,12 +196,12 @@ def _join(place: RankPlace, backend: str, init_method: str | None, timeout: time
         hint = " (MASTER_PORT or distributed_port chooses another port)" if "in use" in str(error) else ""
         raise StateError(
             f"init_distributed: rank {place.rank} of {place.world_size} (by {place.source or 'init_method'}) could not "
-            f"join at {where} within {timeout.total_seconds():.0f} s: {text}{hint}"
+            f"join at {address} within {timeout.total_seconds():.0f} s: {text}{hint}"
         ) from error
 
 
 def _destroy_single_group(pid: int) -> None:
-    """Destroy a group of one at exit: NCCL warns of groups that still exist, and here no other rank must be awaited."""
+    """Destroy a group of one at exit: NCCL warns of groups that still exist, and here there is no rank to wait for."""
     if os.getpid() == pid and dist.is_initialized() and dist.get_world_size() == 1:
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""The process groups of one engine: how its ranks open them, and how they cut them after a failure."""
+"""The process groups of one engine: how its ranks open them, and how they abort them after a failure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ class ProcessGroups:
         failure_state: FailureState,
         teams: Sequence[Sequence[int]] = (),
     ) -> None:
-        self._device, self._parent, self._board, self._failure_state = device, parent, board, failure_state
+        self._device = device
+        self._parent = parent
+        self._board = board
+        self._failure_state = failure_state
         self._teams = [list(team) for team in teams]
         self._handles: list[Any] = []
         self._connections: dict[str, set[Connection]] = {}
@@ -58,24 +61,23 @@ class ProcessGroups:
             timedelta(seconds=OPENING_SECONDS) if name == "gloo" and backend.has_cpu_backend(self._parent) else None
         )
         handle = None
-        for wanted in self._same_group_in_teams(ranks):
-            made = backend.new_group(
-                wanted, name, self._parent, timeout, self._device, self._failure_state.raise_if_failed
+        for group_ranks in self._same_group_in_teams(ranks):
+            group = backend.new_group(
+                group_ranks, name, self._parent, timeout, self._device, self._failure_state.raise_if_failed
             )
-            handle = made if list(wanted) == list(ranks) else handle
+            handle = group if list(group_ranks) == list(ranks) else handle
         if backend.own_rank() not in ranks:
             return None
         self._handles.append(handle)
         if name == "gloo":
             # Ranks connect by the first message at the latest, so send one: then the new connections are known.
-            told = torch.zeros(len(ranks), dtype=torch.uint8, device="cpu")
-            backend.wait_for_work(
-                backend.all_gather(told, told[:1].clone(), handle), self._failure_state.raise_if_failed
-            )
+            message = torch.zeros(len(ranks), dtype=torch.uint8, device="cpu")
+            work = backend.all_gather(message, message[:1].clone(), handle)
+            backend.wait_for_work(work, self._failure_state.raise_if_failed)
             backend.inherit_timeout(handle, self._parent)
             key = str(len(self._handles))
             self._connections[key] = connections() - before
-            self._board.publish_connections(key, [end.ends for end in self._connections[key]])
+            self._board.publish_connections(key, [connection.ends for connection in self._connections[key]])
         return handle
 
     def _same_group_in_teams(self, ranks: Sequence[int]) -> list[Sequence[int]]:
@@ -88,12 +90,12 @@ class ProcessGroups:
 
     def abort(self) -> None:
         """End all collectives in flight, here and on the ranks at the other ends."""
-        for name, found in self._connections.items():
+        for name, own_connections in self._connections.items():
             try:
-                theirs = self._board.connections(name)
-                shut_down(end for end in found if end.ends[::-1] in theirs)
-            except Exception:  # the board is gone: shut all connections that were made while the group opened
-                shut_down(found)
+                peer_ends = self._board.connections(name)
+                shut_down(connection for connection in own_connections if connection.ends[::-1] in peer_ends)
+            except Exception:  # the store has gone: shut all connections that were made while the group opened
+                shut_down(own_connections)
         for handle in self._handles:
             backend.abort(handle, self._device)
 
@@ -114,7 +116,7 @@ def open_process_groups(
     deadline_seconds: float,
     teams: Sequence[Sequence[int]] = (),
 ) -> tuple[ProcessGroups, Watchdog, Any]:
-    """The groups, the watch and the control group of an engine with several ranks. All ranks call this.
+    """The groups, the watchdog and the control group of an engine with several ranks. All ranks call this.
 
     Raises RankLostError: a rank has ended meanwhile.
 
@@ -125,10 +127,11 @@ def open_process_groups(
     try:
         store = backend.store_of(parent)
         engine = store.add(f"zero/engines/{rank}", 1)  # equal on all ranks: they make engines in the same order
-        own = backend.clone_store(backend.with_prefix(store, f"zero/{engine}"), CONNECTING_SECONDS)
-        board = StatusBoard(own, rank, len(members))
-        lines = ProcessGroups(device, parent, board, failure_state, teams)
-        watch = Watchdog(board, log, failure_state, rank, len(members), deadline_seconds, lines.abort)
+        engine_store = backend.clone_store(backend.with_prefix(store, f"zero/{engine}"), CONNECTING_SECONDS)
+        board = StatusBoard(engine_store, rank, len(members))
+        process_groups = ProcessGroups(device, parent, board, failure_state, teams)
+        abort = process_groups.abort
+        watchdog = Watchdog(board, log, failure_state, rank, len(members), deadline_seconds, abort)
     except RuntimeError as error:
         raise RankLostError(
             f"rank {rank}: opening the engine failed: the store of the process group (in rank 0 or the launcher) does "
@@ -136,27 +139,27 @@ def open_process_groups(
         ) from error
     what = "opening the engine"
     try:
-        with watch.waiting(0, what):
-            watch.set_initial_positions(_roll_call(members, parent, failure_state))
-            control = lines.new_group(members, "gloo")
+        with watchdog.waiting(0, what):
+            watchdog.set_initial_positions(_gather_processes(members, parent, failure_state))
+            control = process_groups.new_group(members, "gloo")
     except BaseException as error:
-        final = failure_state.failure or watch.find_cause(error, what).result()
-        watch.stop()
-        lines.close()
+        final = failure_state.failure or watchdog.find_cause(error, what).result()
+        watchdog.stop()
+        process_groups.close()
         raise final from error
-    return lines, watch, control
+    return process_groups, watchdog, control
 
 
-def _roll_call(members: Sequence[int], parent: Any, failure_state: FailureState) -> dict[int, Position]:
+def _gather_processes(members: Sequence[int], parent: Any, failure_state: FailureState) -> dict[int, Position]:
     """Wait for every rank. From then on its process is known, even if the store no longer answers."""
     if not backend.has_cpu_backend(parent):
         return {}
-    mine = bytes_tensor(PROCESS_RECORD.pack(os.getpid(), process_namespace().encode()[:256]))
-    told = mine.new_empty(len(members) * PROCESS_RECORD.size)
-    backend.wait_for_work(backend.all_gather(told, mine, parent), failure_state.raise_if_failed)
-    found = {}
-    for rank, part in enumerate(backend.split_flat(told, PROCESS_RECORD.size)):
+    own = bytes_tensor(PROCESS_RECORD.pack(os.getpid(), process_namespace().encode()[:256]))
+    gathered = own.new_empty(len(members) * PROCESS_RECORD.size)
+    backend.wait_for_work(backend.all_gather(gathered, own, parent), failure_state.raise_if_failed)
+    positions = {}
+    for rank, part in enumerate(backend.split_flat(gathered, PROCESS_RECORD.size)):
         if rank != members.index(backend.own_rank()):
             pid, name = PROCESS_RECORD.unpack(bytes_of(part))
-            found[rank] = Position(pid=pid, process_namespace=name.rstrip(b"\0").decode())
-    return found
+            positions[rank] = Position(pid=pid, process_namespace=name.rstrip(b"\0").decode())
+    return positions

@@ -39,7 +39,7 @@ class SequenceEntry(NamedTuple):
 class QueuedWork:
     """The place of one collective in the agreed order."""
 
-    number: int  # Among the collectives of the mover; they are launched in this order.
+    number: int  # Among the collectives of the I/O loop; they are launched in this order.
     kind: str
     unit: int
     name: str
@@ -66,7 +66,7 @@ class OperationLog:
             return self._add(SequenceEntry(kind, unit, name))
 
     def add_queued(self, kind: str, unit: int, name: str) -> QueuedWork:
-        """Add a collective of the mover."""
+        """Add a collective of the I/O loop."""
         with self._lock:
             place, digest = self._add(SequenceEntry(kind, unit, name))
             number, self._queued_count = self._queued_count, self._queued_count + 1
@@ -83,7 +83,7 @@ class OperationLog:
             return [*self._digests, (self.count, self._digest.hex())]
 
     def tail(self) -> tuple[int, list[SequenceEntry]]:
-        """The last ENTRIES_KEPT entries, as (place of the first of them, entries)."""
+        """The last ENTRIES_MAX entries, as (place of the first of them, entries)."""
         with self._lock:
             return self.count - len(self._entries), list(self._entries)
 
@@ -98,7 +98,7 @@ class OperationLog:
 
 
 class LaunchOrder:
-    """The next number to be launched, and the tasks that wait for their turn. The mover's loop only."""
+    """The next number to be launched, and the tasks that wait for theirs. Only on the I/O loop."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -107,7 +107,7 @@ class LaunchOrder:
         self._failure: BaseException | None = None
 
     async def wait_until_next(self, number: int) -> None:
-        """Return once every smaller number has passed. Raises RankDivergenceError: the error given to `fail`."""
+        """Return once every smaller number has been launched. Raises RankDivergenceError: the error from `fail`."""
         if self._failure is not None:
             raise copy_error(self._failure)
         if number == self.next:
@@ -124,16 +124,16 @@ class LaunchOrder:
         while self.next in self._finished:
             self._finished.discard(self.next)
             self.next += 1
-        follower = self._waiting.get(self.next)
-        if follower is not None and not follower.done():
-            follower.set_result(None)
+        waiter = self._waiting.get(self.next)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def fail(self, error: BaseException) -> None:
         """Launch nothing any more; waiting tasks raise `error`."""
         self._failure = error
-        for follower in self._waiting.values():
-            if not follower.done():
-                follower.set_exception(copy_error(error))
+        for waiter in self._waiting.values():
+            if not waiter.done():
+                waiter.set_exception(copy_error(error))
 
 
 HEADER = struct.Struct(f"<q{DIGEST_BYTES}s")
@@ -154,18 +154,18 @@ def describe_difference(tails: Mapping[int, tuple[int, Sequence[SequenceEntry]]]
     begin = max(first for first, _ in tails.values())
     ends = {rank: first + len(entries) for rank, (first, entries) in tails.items()}
     for place in range(begin, max(ends.values())):
-        did = {rank: tails[rank][1][place - tails[rank][0]] for rank in tails if place < ends[rank]}
-        if len(set(did.values())) > 1:
-            behind = [rank for rank in tails if rank not in did]
-            lines = [f"{format_ranks(ranks)}: {entry}" for entry, ranks in _ranks_by_entry(did).items()]
+        entry_of = {rank: tails[rank][1][place - tails[rank][0]] for rank in tails if place < ends[rank]}
+        if len(set(entry_of.values())) > 1:
+            behind = [rank for rank in tails if rank not in entry_of]
+            lines = [f"{format_ranks(ranks)}: {entry}" for entry, ranks in _ranks_by_entry(entry_of).items()]
             lines += [f"{format_ranks(behind)}: not that far yet"] if behind else []
             return f"they differ at number {place}: " + "; ".join(lines)
     return None
 
 
-def _ranks_by_entry(did: Mapping[int, SequenceEntry]) -> dict[SequenceEntry, list[int]]:
+def _ranks_by_entry(entry_of: Mapping[int, SequenceEntry]) -> dict[SequenceEntry, list[int]]:
     by_entry: dict[SequenceEntry, list[int]] = {}
-    for rank, entry in sorted(did.items()):
+    for rank, entry in sorted(entry_of.items()):
         by_entry.setdefault(entry, []).append(rank)
     return by_entry
 

@@ -64,37 +64,42 @@ class StatusBoard:
 
     def positions(self, ranks: Sequence[int] | None = None) -> dict[int, Position]:
         """Positions of other ranks; None: of all others."""
-        wanted = [rank for rank in (range(self._world_size) if ranks is None else ranks) if rank != self._rank]
-        told = self._read_keys([f"zero/position/{rank}" for rank in wanted])
-        return {rank: Position(**json.loads(text)) for rank, text in zip(wanted, told, strict=True) if text is not None}
+        other_ranks = [rank for rank in (range(self._world_size) if ranks is None else ranks) if rank != self._rank]
+        texts = self._read_keys([f"zero/position/{rank}" for rank in other_ranks])
+        return {
+            rank: Position(**json.loads(text))
+            for rank, text in zip(other_ranks, texts, strict=True)
+            if text is not None
+        }
 
     def request_logs(self) -> int:
-        """Ask every rank for its log; returns the number of this call."""
+        """Request every rank's log; returns the number of this request."""
         return int(self._call_store("add", "zero/call", 1))
 
     def last_request(self) -> int:
-        """The number of the last call; 0: none yet."""
+        """The number of the last request; 0: none yet."""
         return int(self._call_store("add", "zero/call", 0))
 
     def publish_log(self, request: int, first: int, entries: Sequence[SequenceEntry]) -> None:
-        """Publish the last entries of this rank's log, as an answer to that call."""
+        """Publish the last entries of this rank's log, as an answer to that request."""
         text = json.dumps([request, first, entries])
         self._call_store("set", f"zero/log/{self._rank}", zlib.compress(text.encode()))
 
     def logs(self) -> dict[int, tuple[int, int, list[SequenceEntry]]]:
-        """Rank -> (call, place of the first entry, entries), including this rank."""
-        told = self._read_keys([f"zero/log/{rank}" for rank in range(self._world_size)])
-        logs = {rank: json.loads(zlib.decompress(text)) for rank, text in enumerate(told) if text is not None}
+        """Rank -> (request, place of the first entry, entries), including this rank."""
+        texts = self._read_keys([f"zero/log/{rank}" for rank in range(self._world_size)])
+        logs = {rank: json.loads(zlib.decompress(text)) for rank, text in enumerate(texts) if text is not None}
         return {
-            rank: (call, first, [SequenceEntry(*e) for e in entries]) for rank, (call, first, entries) in logs.items()
+            rank: (request, first, [SequenceEntry(*entry) for entry in entries])
+            for rank, (request, first, entries) in logs.items()
         }
 
     def publish_connections(self, name: str, ends: Sequence[tuple[str, str]]) -> None:
         self._call_store("set", f"zero/ends/{name}/{self._rank}", json.dumps(ends))
 
     def connections(self, name: str) -> set[tuple[str, str]]:
-        told = self._read_keys([f"zero/ends/{name}/{rank}" for rank in range(self._world_size) if rank != self._rank])
-        return {tuple(pair) for text in told if text is not None for pair in json.loads(text)}
+        texts = self._read_keys([f"zero/ends/{name}/{rank}" for rank in range(self._world_size) if rank != self._rank])
+        return {tuple(pair) for text in texts if text is not None for pair in json.loads(text)}
 
     def _read_keys(self, keys: list[str]) -> list[bytes | None]:
         if keys and self._call_store("check", keys):

@@ -1,4 +1,4 @@
-"""The watch: a thread that publishes this rank's position for the others, and finds out why a wait does not end.
+"""The watchdog: a thread that publishes this rank's position for the others, and finds out why a wait does not end.
 
 [Note: evidence] A rank may be slow for any length of time: it loads data, computes, saves. So a long wait alone is no
 error, only a reason for a warning; the timeout of the process group ends it. These are proofs of an error:
@@ -8,8 +8,8 @@ Every rank publishes its position all the time, and its log on request. A rank r
 few seconds.
 
 [Note: ending a wait] gloo has no way to cancel a message. Once it is certain that a message cannot arrive, this rank
-publishes the reason on the board and shuts the connections: the waits end here and on the other ranks, which then look
-at the board.
+publishes the reason on the board and shuts the connections: the waits end here and on the other ranks, which then read
+the board.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class Wait:
     place: int
     what: str
     since: float
-    event: MaybeEvent = None  # For collectives on a device: passed when the collective is done.
+    event: MaybeEvent = None  # For collectives on a device: complete when the collective is done.
     warned_at: float = 0.0
 
 
 class Watchdog:
-    """The watch of one engine on this rank.
+    """The watchdog of one engine on this rank.
 
     Args:
-        failure_state: ended with the error once there is proof.
+        failure_state: gets the error once there is proof.
         world_size: number of all ranks.
         deadline_seconds: after so long a wait is logged as a warning; the board is read after a tenth of it.
         abort: called once after a failure has been published: it ends the collectives in flight.
@@ -71,13 +71,11 @@ class Watchdog:
         deadline_seconds: float,
         abort: Callable[[], None],
     ) -> None:
-        self._board, self._log, self._failure_state, self._rank, self._world_size = (
-            board,
-            log,
-            failure_state,
-            rank,
-            world_size,
-        )
+        self._board = board
+        self._log = log
+        self._failure_state = failure_state
+        self._rank = rank
+        self._world_size = world_size
         self._deadline_seconds = deadline_seconds
         self._patience_seconds = min(3.0, deadline_seconds / 10)
         self._waits: dict[int, Wait] = {}
@@ -99,7 +97,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def waiting(self, place: int, what: str) -> Iterator[Wait]:
-        """Inside, this rank is in a collective. If a fence is set on the yielded `Wait`, until the fence is passed."""
+        """Inside, this rank is in a collective; if an event is set on the yielded `Wait`, until it is complete."""
         key, wait = next(self._keys), Wait(place, what, time.monotonic())
         self._waits[key] = wait
         try:
@@ -109,22 +107,24 @@ class Watchdog:
                 del self._waits[key]
 
     def find_cause(self, error: BaseException, what: str) -> Future[BaseException]:
-        """Ask why `what` failed with `error` here. The result is the error to raise; by then it has ended the fate."""
-        question: Future[BaseException] = Future()
-        self._cause_requests.append((error, what, question))
+        """Find out why `what` failed with `error` here. The result is the error to raise; it is then the failure of
+        `failure_state`.
+        """
+        cause_future: Future[BaseException] = Future()
+        self._cause_requests.append((error, what, cause_future))
         self._wake_event.set()
         if not self._thread.is_alive():
             self._answer_requests()
-        return question
+        return cause_future
 
     def set_initial_positions(self, positions: dict[int, Position]) -> None:
-        """Take the processes of other ranks, as found when they met."""
+        """Set the processes of other ranks, as found when the groups were opened."""
         self._initial_positions = positions
 
     def ended_ranks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Those of these ranks that have closed their engine, or whose process has ended, and what is known of it.
+        """Those of these ranks that have closed their engine, or whose process has ended -> what is known about it.
 
-        Blocks for an answer of the store. Where there is none, the first rank, which has it, counts as gone.
+        Blocks for an answer of the store. If there is none, the first rank, which has the store, counts as ended.
         """
         dead = {
             rank: "its process has died"
@@ -203,10 +203,10 @@ class Watchdog:
         position.waits = [(wait.place, wait.what, round(now - wait.since, 1)) for wait in waits[:3]]
         position.beat += 1
         self._board.publish_position(position)
-        called = self._board.last_request()
-        if called != self._answered_request or failure is not None or self._is_stopped:
-            self._answered_request = called
-            self._board.publish_log(called, *self._log.tail())
+        request = self._board.last_request()
+        if request != self._answered_request or failure is not None or self._is_stopped:
+            self._answered_request = request
+            self._board.publish_log(request, *self._log.tail())
 
     def _abort_once(self) -> None:
         if self._failure_state.failure is not None and not self._has_aborted:
@@ -217,13 +217,13 @@ class Watchdog:
     def _current_waits(self) -> list[Wait]:
         for key, wait in list(self._waits.items()):
             try:
-                passed = wait.event is not None and wait.event.query()
-            except Exception as error:  # the device failed: none of its fences will be passed; no other rank is why
+                is_complete = wait.event is not None and wait.event.query()
+            except Exception as error:  # the device failed: its events will never be complete; no other rank is why
                 self._failure_state.fail(
                     RankLostError(f"rank {self._rank}: {wait.what}: its device failed: {type(error).__name__}: {error}")
                 )
-                passed = True
-            if passed:
+                is_complete = True
+            if is_complete:
                 self._waits.pop(key, None)
         return sorted(list(self._waits.values()), key=lambda wait: wait.since)
 
@@ -233,23 +233,23 @@ class Watchdog:
 
     def _search_failure(self) -> None:
         """Look for proof that a wait will not end, or that the ranks' logs differ."""
-        now, blocked, found = time.monotonic(), self._long_waits(), None
+        now, blocked, failure = time.monotonic(), self._long_waits(), None
         if blocked:
             self._board.request_logs()
             positions = self._other_positions()
-            found = self._find_lost_rank(positions, blocked[0]) or self._compare_logs(positions)
-            if found is None:
+            failure = self._find_lost_rank(positions, blocked[0]) or self._compare_logs(positions)
+            if failure is None:
                 self._warn_if_long(positions, blocked[0])
         elif now - self._compared_at > COMPARE_SECONDS:
             self._compared_at = now
-            found = self._compare_digests(self._board.positions([(self._rank + 1) % self._world_size]))
-        if found is not None:
-            self._failure_state.fail(found)
+            failure = self._compare_digests(self._board.positions([(self._rank + 1) % self._world_size]))
+        if failure is not None:
+            self._failure_state.fail(failure)
             self._publish()
             self._abort_once()
 
     def _other_positions(self) -> dict[int, Position]:
-        """The position of each other rank; of one that has published nothing, the position from `set_initial_positions`, if any."""
+        """The position of each other rank; if it has published nothing, that from `set_initial_positions`, if any."""
         return {**self._initial_positions, **self._board.positions()}
 
     def _find_lost_rank(self, positions: dict[int, Position], wait: Wait) -> RankDivergenceError | None:
@@ -258,8 +258,8 @@ class Watchdog:
         for rank, position in positions.items():
             if position.state == FAILED:
                 return self._error_of(rank, position, wait.what)
-            never = position.count <= wait.place or waited > 3 * self._patience_seconds
-            if never and (position.state == GONE or has_died(position)):
+            is_too_late = position.count <= wait.place or waited > 3 * self._patience_seconds
+            if is_too_late and (position.state == GONE or has_died(position)):
                 if position.state != GONE:
                     position.error, position.state = "its process has died", FAILED
                 position.lost = True
@@ -276,9 +276,9 @@ class Watchdog:
         """An error if published logs differ."""
         tails = {rank: (first, entries) for rank, (_, first, entries) in self._board.logs().items()}
         tails[self._rank] = self._log.tail()
-        found = describe_difference(tails)
-        if found is not None:
-            return RankDivergenceError(self._describe_divergence(found, positions))
+        difference = describe_difference(tails)
+        if difference is not None:
+            return RankDivergenceError(self._describe_divergence(difference, positions))
         return self._compare_digests(positions)
 
     def _compare_digests(self, positions: dict[int, Position]) -> RankDivergenceError | None:
@@ -288,13 +288,9 @@ class Watchdog:
             return self._divergence_error(f"rank {self._rank}", RuntimeError("the ranks have run different operations"))
         return None
 
-    def _describe_divergence(self, found: str, positions: dict[int, Position]) -> str:
+    def _describe_divergence(self, difference: str, positions: dict[int, Position]) -> str:
         now = "; ".join(f"rank {rank} {position}" for rank, position in sorted(positions.items()))
-        return (
-            f"ranks no longer run the same operations: {found}. Now: {now}"
-            if now
-            else f"ranks no longer run the same operations: {found}"
-        )
+        return f"ranks no longer run the same operations: {difference}" + (f". Now: {now}" if now else "")
 
     def _warn_if_long(self, positions: dict[int, Position], wait: Wait) -> None:
         now = time.monotonic()
@@ -302,17 +298,18 @@ class Watchdog:
             return
         wait.warned_at = now
         behind = {rank: p for rank, p in positions.items() if p.count <= wait.place or not p.waits}
-        told = []
+        descriptions = []
         for rank, position in sorted((behind or positions).items()):
-            before = self._last_positions.get(rank)
-            silent = before is not None and before.beat == position.beat
-            told.append(f"rank {rank} {position}" + (" and does not respond" if silent else ""))
-        where, self._last_positions = "; ".join(told), positions
-        logger.warning("rank %d has waited %.0f s in %s: %s", self._rank, now - wait.since, wait.what, where)
+            last_position = self._last_positions.get(rank)
+            is_silent = last_position is not None and last_position.beat == position.beat
+            descriptions.append(f"rank {rank} {position}" + (" and does not respond" if is_silent else ""))
+        self._last_positions = positions
+        others = "; ".join(descriptions)
+        logger.warning("rank %d has waited %.0f s in %s: %s", self._rank, now - wait.since, wait.what, others)
 
     def _answer_requests(self) -> None:
         while self._cause_requests:
-            error, what, question = self._cause_requests.popleft()
+            error, what, cause_future = self._cause_requests.popleft()
             if self._failure_state.failure is None:
                 try:
                     final = self._search_cause(error, what)
@@ -322,25 +319,27 @@ class Watchdog:
             with contextlib.suppress(Exception):
                 self._publish()
             self._abort_once()
-            question.set_result(self._failure_state.failure or error)
+            cause_future.set_result(self._failure_state.failure or error)
 
     def _search_cause(self, error: BaseException, what: str) -> BaseException:
         """Look for the cause of an error until it is found or time is up."""
         if isinstance(error, RankDivergenceError):
             return self._divergence_error(f"rank {self._rank}, {what}", error)
-        begin = self._other_positions()
+        first_positions = self._other_positions()
         end, wait = time.monotonic() + EVIDENCE_SECONDS, Wait(self._log.count, what, 0.0)
         self._board.request_logs()
         while True:
             self._publish()
             positions = self._other_positions()
-            found = self._find_lost_rank(positions, wait) or self._compare_logs(positions)
-            if found is not None:
-                return found
+            cause = self._find_lost_rank(positions, wait) or self._compare_logs(positions)
+            if cause is not None:
+                return cause
             if time.monotonic() > end or self._is_stopped:
                 break
             time.sleep(0.2)
-        silent = [rank for rank, p in positions.items() if rank in begin and begin[rank].beat == p.beat]
+        silent = [
+            rank for rank, p in positions.items() if rank in first_positions and first_positions[rank].beat == p.beat
+        ]
         unknown = [rank for rank in range(self._world_size) if rank != self._rank and rank not in positions]
         known = f"no response from {format_ranks(silent)}" if silent else "the other ranks are alive"
         known += f", and nothing is known about {format_ranks(unknown)}" if unknown else ""
@@ -357,19 +356,19 @@ class Watchdog:
 
     def _divergence_error(self, where: str, error: BaseException) -> RankDivergenceError:
         """The error, with the entries of each rank where the logs first differ."""
-        call, end = self._board.request_logs(), time.monotonic() + LOG_SECONDS
+        request, end = self._board.request_logs(), time.monotonic() + LOG_SECONDS
         tails = {}
         while True:
             self._publish()
             logs = self._board.logs()
             tails = {rank: (first, entries) for rank, (_, first, entries) in logs.items()}
-            fresh = [rank for rank, (called, _, _) in logs.items() if called >= call]
-            found = describe_difference(tails)
-            if found is not None or time.monotonic() > end:
+            fresh = [rank for rank, (answered_request, _, _) in logs.items() if answered_request >= request]
+            difference = describe_difference(tails)
+            if difference is not None or time.monotonic() > end:
                 break
             if len(fresh) == self._world_size:
                 break
             time.sleep(0.05)
-        if found is None:
+        if difference is None:
             return RankDivergenceError(f"{where}: {error}; the first difference is too old to be in the logs")
-        return RankDivergenceError(self._describe_divergence(found, self._board.positions()))
+        return RankDivergenceError(self._describe_divergence(difference, self._board.positions()))

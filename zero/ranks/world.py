@@ -35,19 +35,19 @@ def rank() -> int:
 
 
 def local_rank() -> int:
-    """This rank's number among the ranks of its node, as the launcher says; 0 without a launcher."""
-    said = os.environ.get("LOCAL_RANK", "")
-    return int(said) if said.isdecimal() else 0
+    """This rank's number among the ranks of its node, from the launcher; 0 without a launcher."""
+    text = os.environ.get("LOCAL_RANK", "")
+    return int(text) if text.isdecimal() else 0
 
 
 def ranks_per_node() -> int | None:
-    """Number of ranks of this node, as the launcher says; None if it says nothing, or an impossible number."""
+    """Number of ranks of this node, from the launcher; None if its variable is not set, or an impossible number."""
     if not is_distributed():
         return 1
     for name in LOCAL_SIZES:
-        said = os.environ.get(name, "")
-        if said.isdecimal() and 0 < int(said) <= world_size():
-            return int(said)
+        text = os.environ.get(name, "")
+        if text.isdecimal() and 0 < int(text) <= world_size():
+            return int(text)
     return None
 
 
