@@ -134,7 +134,7 @@ class OneCycle(Schedule):
         return [(mom, SECOND_BETA) for mom in self._momentum()] if self.cycle_momentum else None
 
     def step(self, batch_iteration: int | None = None) -> None:
-        """Advance to the next iteration, or to the given one."""
+        """Advance to the next iteration, or to `batch_iteration`."""
         super().step(batch_iteration)
         if self.cycle_momentum:
             self._write_momentum(self._momentum())
@@ -174,7 +174,7 @@ class OneCycle(Schedule):
         stairs = self.first_stair_count if rising else self.second_stair_count
         if stairs <= 0:
             return share / self.step_ratio if rising else (share - 1) / (self.step_ratio - 1)
-        # Computed from whole iterations, since rounding may put the shares above just below a stair.
+        # Computed from numbers of iterations, since rounding may put the shares above just below a stair.
         position_in_cycle = position % self.total_size
         if position_in_cycle <= self.first_step_size:
             return math.floor(position_in_cycle * stairs / self.first_step_size) / stairs

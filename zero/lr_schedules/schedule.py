@@ -56,7 +56,7 @@ class Schedule:
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Advance to the next iteration, or to the given one, and write its values into the param groups."""
+        """Advance to the next iteration, or to `last_batch_iteration`, and write its values into the param groups."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )

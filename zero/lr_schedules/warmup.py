@@ -28,7 +28,8 @@ class _Warmup(Schedule):
             logger.warning(
                 "%s: warmup_num_steps is 0 and counts as %s, so the first steps have lower learning rates; to train "
                 "without a warmup, leave the scheduler out",
-                *(type(self).__name__, LEAST_STEPS),
+                type(self).__name__,
+                LEAST_STEPS,
             )
         self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
 
@@ -45,12 +46,14 @@ class _Warmup(Schedule):
             logger.warning(
                 "%s: total_num_steps %s is less than warmup_num_steps %s, so training ends before it reaches the "
                 "largest learning rate",
-                *(type(self).__name__, total_num_steps, self.warmup_num_steps),
+                type(self).__name__,
+                total_num_steps,
+                self.warmup_num_steps,
             )
 
 
 class WarmupLR(_Warmup):
-    """A rise from the smallest learning rate to the largest, which is then kept.
+    """A rise from the smallest learning rate to the largest, which then stays.
 
     Args:
         optimizer: a torch optimizer.
@@ -122,8 +125,8 @@ class WarmupDecayLR(WarmupLR):
         self._warn_short_total(total_num_steps)
 
     def _share_after_warmup(self) -> float:
-        left = float(self.total_num_steps - self.last_batch_iteration)
-        return max(0.0, left / float(max(1.0, self.total_num_steps - self.warmup_num_steps)))
+        remaining = float(self.total_num_steps - self.last_batch_iteration)
+        return max(0.0, remaining / float(max(1.0, self.total_num_steps - self.warmup_num_steps)))
 
 
 class WarmupCosineLR(_Warmup):
@@ -134,7 +137,7 @@ class WarmupCosineLR(_Warmup):
         total_num_steps: number of iterations of the whole training.
         warmup_min_ratio: share at the begin of the warmup (the very first step, as in DeepSpeed, has 0).
         warmup_num_steps: number of iterations of the warmup; 0 and 1 count as 2.
-        cos_min_ratio: share at the end of the cosine, which is then kept.
+        cos_min_ratio: share at the end of the cosine, which then stays.
         warmup_type: "log" or "linear".
         last_batch_iteration: the iteration after which to continue; -1 begins.
 
