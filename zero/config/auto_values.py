@@ -56,8 +56,8 @@ def hidden_size_of(config: object) -> int | None:
     """The (largest) hidden size in a transformers config or in its text model's config."""
     for part in (config, getattr(config, "text_config", None)):
         for name in ("hidden_size", "hidden_sizes"):
-            found = getattr(part, name, None)
-            sizes = found if isinstance(found, (list, tuple)) else [found]
+            size = getattr(part, name, None)
+            sizes = size if isinstance(size, (list, tuple)) else [size]
             known = [size for size in sizes if isinstance(size, int) and not isinstance(size, bool) and size > 0]
             if known:
                 return max(known)
@@ -65,13 +65,13 @@ def hidden_size_of(config: object) -> int | None:
 
 
 def _dtype_of(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
-    counted: dict[tuple[bool, torch.dtype], int] = {}
+    counts: dict[tuple[bool, torch.dtype], int] = {}
     for parameter in parameters:
         if parameter.is_floating_point():
             key = (parameter.requires_grad, parameter.dtype)
-            counted[key] = counted.get(key, 0) + parameter.numel()
+            counts[key] = counts.get(key, 0) + parameter.numel()
     # Trained parameters decide, even if more are frozen: the dtype of a quantised base says little.
-    return max(counted, key=lambda key: (key[0], counted[key]))[1] if counted else None
+    return max(counts, key=lambda key: (key[0], counts[key]))[1] if counts else None
 
 
 def _length_of(training_data: object) -> int | None:
@@ -97,12 +97,14 @@ def auto_lines(config: Config) -> Iterator[str]:
     effective = config.as_dict() if autos else {}
     for key in autos:
         if key.path in config.auto_values:
-            yield f"auto: {key.path} = {short_json(config.auto_values[key.path].value)} (from {config.auto_values[key.path].source})"
+            chosen = config.auto_values[key.path]
+            yield f"auto: {key.path} = {short_json(chosen.value)} (from {chosen.source})"
             continue
         value = value_at(effective, key.path)
         if key.path in (TRAIN, MICRO, STEPS):
             product = " x ".join(str(getattr(config, name)) for name in (MICRO, STEPS))
-            yield f"auto: {key.path} = {value} (from {config.train_batch_size} samples = {product} x {_format_ranks(config)})"
+            source = f"{config.train_batch_size} samples = {product} x {_format_ranks(config)}"
+            yield f"auto: {key.path} = {value} (from {source})"
         elif value is None:
             yield f"auto: {key.path} is left to the engine (as without the key)"
         elif means_auto(key.field):
@@ -117,9 +119,13 @@ def _format_ranks(config: Config) -> str:
 
 def _auto_keys(config: Config) -> Iterator[Key]:
     """Keys that are "auto" in the source, hold a value and no block, and act or have a value chosen all the same."""
-    given = {path for path, origin in config.origins.items() if origin == "auto"}
-    for key in known_keys(Config) if given else ():  # there are hundreds
-        if key.path in given and block_of(key.field) is None and (key.role != "inert" or key.path == REDUCE_BUCKET):
+    auto_paths = {path for path, origin in config.origins.items() if origin == "auto"}
+    for key in known_keys(Config) if auto_paths else ():  # there are hundreds
+        if (
+            key.path in auto_paths
+            and block_of(key.field) is None
+            and (key.role != "inert" or key.path == REDUCE_BUCKET)
+        ):
             yield key
 
 
@@ -164,8 +170,8 @@ def _precision(model: torch.dtype, wanted: torch.dtype, other: str, *, other_ena
 def _largest_rate(config: Config, facts: Facts) -> AutoValue | None:
     if facts.learning_rate is not None:
         return AutoValue(facts.learning_rate, "the learning rate of the optimizer")
-    given = frozenset[str]() if config.optimizer is None else config.optimizer.user_keys
-    if config.optimizer is None or "lr" not in given or given & {"muon_lr", "adam_lr"}:
+    user_keys = frozenset[str]() if config.optimizer is None else config.optimizer.user_keys
+    if config.optimizer is None or "lr" not in user_keys or user_keys & {"muon_lr", "adam_lr"}:
         return None  # each group's own
     return AutoValue(float(config.optimizer.params.lr), "optimizer.params.lr")
 

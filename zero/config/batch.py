@@ -28,8 +28,8 @@ def resolve_batch(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
             raise _contradiction(sizes, world_size, f"{micro * steps * world_size}")
         return {TRAIN: train, MICRO: micro, STEPS: steps}
     known = micro if micro is not None else steps or 1
-    other, rest = divmod(train, known * world_size)
-    if rest or other == 0:
+    other, remainder = divmod(train, known * world_size)
+    if remainder or other == 0:
         raise _contradiction(sizes, world_size, f"a multiple of {known * world_size}")
     return {TRAIN: train, MICRO: micro or other, STEPS: other if micro is not None else known}
 
@@ -49,12 +49,13 @@ def _contradiction(sizes: Mapping[str, int], world_size: int, expected: str) -> 
 
 def _fitting_ranks_hint(sizes: Mapping[str, int], world_size: int) -> str:
     """The number of ranks that explains the given numbers, in words; empty if there is none."""
-    fitting, rest = divmod(sizes[TRAIN], sizes.get(MICRO, 1) * sizes.get(STEPS, 1))
-    if rest or not fitting or MICRO not in sizes:
+    fitting, remainder = divmod(sizes[TRAIN], sizes.get(MICRO, 1) * sizes.get(STEPS, 1))
+    if remainder or not fitting or MICRO not in sizes:
         return ""
-    told = f"there {'is 1 rank' if world_size == 1 else f'are {world_size} ranks'}, and the values fit {fitting}"
+    ranks = f"there {'is 1 rank' if world_size == 1 else f'are {world_size} ranks'}, and the values fit {fitting}"
     if fitting > 1:
-        return f"{told}; "
+        return f"{ranks}; "
     return (
-        f"{told}: they were computed before the other ranks were known (compute them after the process group is made); "
+        f"{ranks}: they were computed before the other ranks were known (compute them after the process group is "
+        "made); "
     )

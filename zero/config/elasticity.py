@@ -73,12 +73,12 @@ class ElasticBatch:
 
 def candidate_batch_sizes(bases: Iterable[int], largest: int) -> list[int]:
     """For each base within `largest`, its product with the largest highly composite number that stays there too."""
-    found = set()
+    products = set()
     for base in bases:
         if base <= largest:
             index = bisect.bisect_right(HIGHLY_COMPOSITE, largest // base)
-            found.add(base * HIGHLY_COMPOSITE[index - 1])
-    return sorted(found)
+            products.add(base * HIGHLY_COMPOSITE[index - 1])
+    return sorted(products)
 
 
 def ranks_that_share(batch: int, micro_batches: Sequence[int], fewest: int, most: int) -> list[int]:

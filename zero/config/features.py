@@ -307,14 +307,17 @@ def _make_block(name: str, feature: Feature, off: str = "", why: str = "", is_op
     fields: dict[str, Any] = {key: (kind, default) for key, kind, default in _declare_keys(feature, off)}
     for key, inner in feature.blocks.items():
         fields[key] = (_make_block(f"{name}_{key}", inner, off, why, is_open) | None, None)
-    made: Any = create_model(name, __base__=_Refused if feature.unless else ConfigBlock, __module__=__name__, **fields)
-    made.__doc__, made.why, made.aliases, made.unless = feature.about, why, feature.aliases, feature.unless
-    made.is_open = is_open
-    made.fix = f"{off} is not available; remove the block, and {feature.instead}"
+    block: Any = create_model(name, __base__=_Refused if feature.unless else ConfigBlock, __module__=__name__, **fields)
+    block.__doc__ = feature.about
+    block.why = why
+    block.aliases = feature.aliases
+    block.unless = feature.unless
+    block.is_open = is_open
+    block.fix = f"{off} is not available; remove the block, and {feature.instead}"
     if feature.unless:
-        made.__doc__ = f"{feature.about} Refused; expected is {feature.unless.expected}: {made.fix}."
-    globals()[name] = made
-    return made  # type: ignore[no-any-return]
+        block.__doc__ = f"{feature.about} Refused; expected is {feature.unless.expected}: {block.fix}."
+    globals()[name] = block
+    return block  # type: ignore[no-any-return]
 
 
 for _name, _feature in FEATURES.items():

@@ -278,19 +278,19 @@ def kinds_of(annotation: Any) -> set[Any]:
 
 def role_of(field: FieldInfo) -> Role:
     """Whether the key acts, is inert, or refuses values."""
-    if any(isinstance(mark, Inert) for mark in field.metadata):
+    if any(isinstance(marker, Inert) for marker in field.metadata):
         return "inert"
-    return "refused" if any(isinstance(mark, Only) for mark in field.metadata) else "acts"
+    return "refused" if any(isinstance(marker, Only) for marker in field.metadata) else "acts"
 
 
 def reason_of(field: FieldInfo, block: type[ConfigBlock]) -> str:
     """Why an inert key of a block changes nothing; empty for other keys."""
-    marks = [mark.reason for mark in field.metadata if isinstance(mark, Inert)]
-    return next((reason for reason in marks if reason), block.why) if marks else ""
+    reasons = [marker.reason for marker in field.metadata if isinstance(marker, Inert)]
+    return next((reason for reason in reasons if reason), block.why) if reasons else ""
 
 
 def means_auto(field: FieldInfo) -> bool:
-    return any(isinstance(mark, MeansAuto) for mark in field.metadata)
+    return any(isinstance(marker, MeansAuto) for marker in field.metadata)
 
 
 @dataclass(frozen=True)

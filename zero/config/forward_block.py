@@ -1,6 +1,6 @@
-"""`curriculum_learning` and `progressive_layer_drop`: what a model's forward is told about how far training is.
+"""`curriculum_learning` and `progressive_layer_drop`: arguments that tell a model's forward how far training is.
 
-Neither acts on its own: the model cuts its sequences, or leaves its layers out, by the numbers it is given.
+Neither acts on its own: the model cuts its sequences, or leaves its layers out, by these numbers.
 """
 
 from __future__ import annotations

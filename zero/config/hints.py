@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 
 from zero.config.fields import ConfigBlock, block_of, known_keys
 
-# Keys that users wish for -> what they have another name for here.
+# Keys that users may try, but that have another name here -> what to set instead.
 RENAMED_KEYS = dict.fromkeys(
     ("activation_offload", "cpu_offload_activations", "offload_activations"),
     'unknown key; set activation_checkpointing.activation_device to "cpu" or "nvme", and for all that autograd saves '

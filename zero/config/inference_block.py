@@ -24,11 +24,8 @@ ALIASES = {
     "injection_dict": "injection_policy",
     "zero_optimization": "zero",
 }
-SHARED_BLOCKS = (
-    "memory_budget",
-    "aio",
-    "weight_quantization",
-)  # Blocks of a training config that are ours and mean the same here.
+# Blocks of a training config that mean the same here.
+SHARED_BLOCKS = ("memory_budget", "aio", "weight_quantization")
 
 
 def _is_on(value: object) -> bool:
@@ -76,9 +73,9 @@ IGNORED = (*KERNELS, *_IGNORED_WORDS.split())  # Known to DeepSpeed's kernels or
 
 @dataclass(frozen=True)
 class InferenceOptions:
-    """What `init_inference` was asked for."""
+    """The options of `init_inference`."""
 
-    training_config: Config  # The rest of it, as the engine reads it.
+    training_config: Config  # The other options, as the engine reads them.
     dtype: torch.dtype | None  # None: as the model is.
     checkpoint: str | None  # A folder of .safetensors files.
     quantization: Mapping[str, Codes]  # Part of a module's name -> how its weight is coded.
@@ -94,29 +91,29 @@ def read_inference(
         ConfigError: lists every problem.
     """
     problems: list[str] = []
-    given = _merge(config, keywords, problems)
-    for key, value in given.items():
-        asks, instead = REFUSED.get(key, (None, ""))
-        if asks is not None and asks(value):
+    options = _merge(config, keywords, problems)
+    for key, value in options.items():
+        is_requested, instead = REFUSED.get(key, (None, ""))
+        if is_requested is not None and is_requested(value):
             problems.append(f"{key}: got {short_json(value)}; {instead}")
-    dtype = _dtype(given.get("dtype"), problems)
-    checkpoint = given.get("checkpoint")
+    dtype = _dtype(options.get("dtype"), problems)
+    checkpoint = options.get("checkpoint")
     if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike)):
         problems.append(f"checkpoint: expected a folder of .safetensors files, got {short_json(checkpoint)}")
-    zero = given.get("zero")
+    zero = options.get("zero")
     if zero is not None and not isinstance(zero, Mapping):
         problems.append(f'zero: expected an object such as {{"offload_param": {{...}}}}, got {short_json(zero)}')
-    coded = _quantization(given.get("quant"), problems)
+    codes = _quantization(options.get("quant"), problems)
     if problems:
         raise ConfigError("\n  ".join(["init_inference:", *problems]))
-    training_config = _training_config(given, dtype)
+    training_config = _training_config(options, dtype)
     block = training_config.weight_quantization
     return InferenceOptions(
         training_config,
         dtype,
         None if checkpoint is None else os.fspath(checkpoint),
-        {**({} if block is None else block.rules), **coded},
-        tuple(key for key in given if key in IGNORED or key in REFUSED),
+        {**({} if block is None else block.rules), **codes},
+        tuple(key for key in options if key in IGNORED or key in REFUSED),
     )
 
 
@@ -124,10 +121,10 @@ def _merge(
     config: str | os.PathLike[str] | Mapping[str, Any] | None, keywords: Mapping[str, Any], problems: list[str]
 ) -> dict[str, Any]:
     """Both under canonical names, what is None left out."""
-    given = {} if config is None else read_source(config, problems)[1]
+    content = {} if config is None else read_source(config, problems)[1]
     known = ["dtype", "zero", "checkpoint", "quant", *SHARED_BLOCKS, *REFUSED, *IGNORED]
     merged: dict[str, Any] = {}
-    for source in (given, keywords):
+    for source in (content, keywords):
         for written, value in source.items():
             key = ALIASES.get(written, written)
             if key not in known:
@@ -177,14 +174,14 @@ def _quantization(value: object, problems: list[str]) -> dict[str, Codes]:
         return {}
 
 
-def _training_config(given: Mapping[str, Any], dtype: torch.dtype | None) -> Config:
+def _training_config(options: Mapping[str, Any], dtype: torch.dtype | None) -> Config:
     """A training config that trains nothing: the engine has one way to read where things live."""
-    zero = {key: value for key, value in given.get("zero", {}).items() if key != "offload_optimizer"}
+    zero = {key: value for key, value in options.get("zero", {}).items() if key != "offload_optimizer"}
     source = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3, **zero},
         "bf16": {"enabled": dtype == torch.bfloat16},
-        **{key: given[key] for key in SHARED_BLOCKS if key in given},
+        **{key: options[key] for key in SHARED_BLOCKS if key in options},
     }
     loaded = load_config(source)
     if "zero_optimization.offload_param.device" in loaded.inactive:

@@ -122,8 +122,8 @@ def load_config(
 def with_auto_values(config: Config, auto_values: Mapping[str, AutoValue]) -> Config:
     """The same configuration with values for keys that were "auto".
 
-    Raises ConfigError: a value does not fit its key, or other keys. `auto_values`: canonical path of a key that is "auto" in
-    the source -> its value.
+    Raises ConfigError: a value does not fit its key, or other keys. `auto_values`: canonical path of a key that is
+    "auto" in the source -> its value.
     """
     return _read_again(
         config, config._report.world_size, config._report.ranks_per_node, {**config.auto_values, **auto_values}
@@ -148,10 +148,10 @@ class _Reader:
     def __init__(self, report: Report, tolerant: bool, problems: list[str]) -> None:
         self.report, self.tolerant, self.problems = report, tolerant, problems
         self.written_paths: dict[str, str] = {}  # Canonical path -> path as the user wrote it.
-        noted = report.source.get(ORIGINS_KEY)
-        marked = noted.items() if isinstance(noted, Mapping) else ()
-        # Paths that the source marks as defaults, as the output of `zero config show` does.
-        self.defaults = frozenset(path for path, origin in marked if origin in ("default", AUTO))
+        comment = report.source.get(ORIGINS_KEY)
+        origins = comment.items() if isinstance(comment, Mapping) else ()
+        # Paths that the source declares as defaults, as the output of `zero config show` does.
+        self.defaults = frozenset(path for path, origin in origins if origin in ("default", AUTO))
 
     def load(self, where: str) -> Config:
         """Read, check and complete the source, which is called `where`. Raises ConfigError with all problems."""
@@ -180,7 +180,7 @@ class _Reader:
             wrote: the same path as the user wrote it.
             extra_keys: further keys besides the declared ones; they are kept unchanged.
         """
-        kept: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for key, value in raw.items():
             if not isinstance(key, str):
                 self.problems.append(f"{wrote}{key}: expected a string as key, got {short_json(key)}")
@@ -188,18 +188,18 @@ class _Reader:
                 continue
             elif key in extra_keys:
                 if value is not None and value != AUTO:
-                    kept[key], self.report.origins[prefix + key] = value, "user"
+                    values[key], self.report.origins[prefix + key] = value, "user"
             elif (name := block.aliases.get(key, key)) not in block.model_fields:
                 line = f"{wrote}{key}: {explain_unknown_key(key, block=block, root=Config, extra_keys=extra_keys)}"
                 tolerated = self.tolerant and block.is_open
                 (self.report.ignored if tolerated else self.problems).append(line)
             else:
-                self._read_key(kept, block, (prefix + name, wrote + key), value, block.extra_keys(name, raw))
-        return kept
+                self._read_key(values, block, (prefix + name, wrote + key), value, block.extra_keys(name, raw))
+        return values
 
     def _read_key(
         self,
-        kept: dict[str, Any],
+        values: dict[str, Any],
         block: type[ConfigBlock],
         paths: tuple[str, str],
         value: Any,
@@ -224,17 +224,17 @@ class _Reader:
             value = meant
         if inner is not None and isinstance(value, Mapping):
             value = self.read(inner, value, f"{path}.", f"{wrote}.", extra_keys)
-        if name in kept and kept[name] != value:
+        if name in values and values[name] != value:
             self.problems.append(
-                f"{wrote}: expected the same value as {self.written_paths[path]}, because it is another name of the same "
-                f"key, got {short_json(value)} and {short_json(kept[name])}; remove one of them"
+                f"{wrote}: expected the same value as {self.written_paths[path]}, because it is another name of the "
+                f"same key, got {short_json(value)} and {short_json(values[name])}; remove one of them"
             )
         if inner is None and role_of(known) == "inert":
             report.inactive.append(wrote)
             report.reasons[wrote] = reason_of(known, block)
-        notes = [mark.note for mark in known.metadata if isinstance(mark, Deprecated)]
+        notes = [marker.note for marker in known.metadata if isinstance(marker, Deprecated)]
         report.deprecated.extend(f"{wrote}: deprecated, {note}" for note in notes)
-        kept.setdefault(name, value)
+        values.setdefault(name, value)
         self.written_paths.setdefault(path, wrote)
         report.origins[path] = origin
 
@@ -307,8 +307,8 @@ def _problem_line(detail: ErrorDetails, written: Mapping[str, str]) -> str:
     parent, _, name = path.rpartition(".")
     path = written.get(path) or ".".join(filter(None, [written.get(parent, parent), name]))
     expected = "expected an object {...}" if detail["type"].startswith("model_") else detail["msg"]
-    for words, ours in PHRASES.items():
-        expected = expected.replace(words, ours, 1)
+    for words, replacement in PHRASES.items():
+        expected = expected.replace(words, replacement, 1)
     fix = f"; {context['fix']}" if context.get("fix") else ""
     return f"{path}: {expected}, got {context.get('got') or short_json(detail['input'])}{fix}"
 
@@ -323,8 +323,9 @@ def _overruled_paths(config: Config, origins: Mapping[str, Origin], data: Mappin
     }
     for prefix, block in blocks.items():
         if block.device == "none":
-            given = str(value_at(data, f"{prefix}device")).lower() != "none"  # but not in effect: the stage is too low
-            idle = [path for path in origins if path.startswith(prefix) and (given or path != f"{prefix}device")]
+            # A device that the user names may be without effect, because the stage is too low.
+            names_device = str(value_at(data, f"{prefix}device")).lower() != "none"
+            idle = [path for path in origins if path.startswith(prefix) and (names_device or path != f"{prefix}device")]
         else:
             idle = [] if block.device == "nvme" else [f"{prefix}nvme_path"]
         fields = {name: known for name, known in type(block).model_fields.items() if block_of(known) is None}

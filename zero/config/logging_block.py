@@ -1,4 +1,4 @@
-"""What a run says of itself: monitors, the profiler of operations, the record of collectives, times."""
+"""What a run reports: monitors, the profiler of operations, and the log of collectives."""
 
 from __future__ import annotations
 

@@ -71,14 +71,14 @@ def _parse_beta(value: object) -> float:
 
 def _parse_eps(value: object) -> float | tuple[float | None, float]:
     if not isinstance(value, (list, tuple)):
-        found: float | tuple[float | None, float] = parse_number(value)
+        eps: float | tuple[float | None, float] = parse_number(value)
     elif len(value) == 2:
-        found = None if value[0] is None else parse_number(value[0]), parse_number(value[1])
+        eps = None if value[0] is None else parse_number(value[0]), parse_number(value[1])
     else:
         raise ValueError("a number, or for Adafactor two numbers, of which the first may be null")
-    if any(number is not None and number < 0 for number in (found if isinstance(found, tuple) else (found,))):
+    if any(number is not None and number < 0 for number in (eps if isinstance(eps, tuple) else (eps,))):
         raise ValueError("no number below 0")
-    return found
+    return eps
 
 
 _Pair = Annotated[tuple[float, float], several(parse_number, "two numbers", 2)]
@@ -235,10 +235,10 @@ class OptimizerConfig(ConfigBlock):
     @property
     def user_keys(self) -> frozenset[str]:
         """Keys of `params` that were given, and act for some optimizer."""
-        acting = {key for keys in TYPE_KEYS.values() for key in keys}
-        given = self.params.model_fields_set & acting
-        # What says that an optimizer does nothing special may be said of any.
-        return frozenset(key for key in given if getattr(self.params, key) is not False or key in TYPE_KEYS[self.type])
+        acting = {key for type_keys in TYPE_KEYS.values() for key in type_keys}
+        keys = self.params.model_fields_set & acting
+        # False switches an option off, which any optimizer accepts.
+        return frozenset(key for key in keys if getattr(self.params, key) is not False or key in TYPE_KEYS[self.type])
 
     @property
     def is_plain_adam(self) -> bool:

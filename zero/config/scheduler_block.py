@@ -99,11 +99,9 @@ class SchedulerConfig(ConfigBlock):
     def extra_keys(cls, key: str, raw: Mapping[Any, Any]) -> Collection[str]:
         """In `params`: what the class takes that the type names."""
         kind = KINDS.get(str(raw.get("type")).lower())
-        return (
-            ()
-            if key != "params" or kind is None
-            else [name for name in constructor_parameters(kind) if name not in DECLARED_KEYS]
-        )
+        if key != "params" or kind is None:
+            return ()
+        return [name for name in constructor_parameters(kind) if name not in DECLARED_KEYS]
 
     @model_validator(mode="after")
     def _check_constructible(self) -> Self:
@@ -122,9 +120,9 @@ class SchedulerConfig(ConfigBlock):
         if name in NOT_BY_NAME:
             expected = "a scheduler that can be made from numbers"
             raise problem(expected, at="type", got=short_json(self.type), fix=NOT_BY_NAME[name])
-        takes, given = constructor_parameters(self.kind), self.params.user_options
-        if foreign := [_name_owners(key) for key in given if key not in takes]:
-            raise problem(f"keys of {name} ({', '.join(takes)})", at="params", got=", ".join(foreign))
+        parameters, options = constructor_parameters(self.kind), self.params.user_options
+        if foreign := [_name_owners(key) for key in options if key not in parameters]:
+            raise problem(f"keys of {name} ({', '.join(parameters)})", at="params", got=", ".join(foreign))
         return self
 
 

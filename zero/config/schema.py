@@ -95,9 +95,8 @@ class Report:
     reasons: dict[str, str] = field(default_factory=dict)
     deprecated: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)  # Lines about unknown keys that were tolerated.
-    auto_values: Mapping[str, AutoValue] = field(
-        default_factory=dict
-    )  # Canonical path of an "auto" -> what was chosen.
+    # Canonical path of an "auto" -> what was chosen.
+    auto_values: Mapping[str, AutoValue] = field(default_factory=dict)
     absent: Mapping[str, Any] = field(default_factory=dict)  # Top-level keys with other defaults than ours.
 
 
@@ -252,14 +251,14 @@ class Config(ConfigBlock):
     @property
     def buffer_dtype(self) -> torch.dtype | None:
         """What floating buffers become; None: they keep their dtype."""
-        wish = self.data_types.buffer_dtype
-        return None if wish is None or self.compute_dtype is None else DTYPES[wish]
+        name = self.data_types.buffer_dtype
+        return None if name is None or self.compute_dtype is None else DTYPES[name]
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
         """What several contributions to a gradient are added up in."""
-        wish = DTYPES[self.data_types.grad_accum_dtype or ("bf16" if self.bf16_masters else "fp32")]
-        return wish if wish == self.compute_dtype else torch.float32
+        dtype = DTYPES[self.data_types.grad_accum_dtype or ("bf16" if self.bf16_masters else "fp32")]
+        return dtype if dtype == self.compute_dtype else torch.float32
 
     @property
     def bf16_masters(self) -> bool:
@@ -269,8 +268,8 @@ class Config(ConfigBlock):
     @property
     def sums_16_bit_in_fp32(self) -> bool:
         """Whether 16-bit gradients are to be summed in fp32 on every backend."""
-        asked = self.communication_data_type == "fp32" and self.compute_dtype is not None
-        return asked or self.reduce_scatter_with_fp32_accumulation
+        is_requested = self.communication_data_type == "fp32" and self.compute_dtype is not None
+        return is_requested or self.reduce_scatter_with_fp32_accumulation
 
     @property
     def inactive(self) -> tuple[str, ...]:
@@ -280,12 +279,11 @@ class Config(ConfigBlock):
     @property
     def inactive_with_reasons(self) -> tuple[str, ...]:
         """As `inactive`, "path, path (why)": those with one reason together."""
-        together: dict[str, list[str]] = {}
+        paths_by_reason: dict[str, list[str]] = {}
         for path in self.inactive:
-            together.setdefault(
-                self._report.reasons.get(path, "the values of other keys leave it without effect"), []
-            ).append(path)
-        return tuple(f"{', '.join(paths)} ({reason})" for reason, paths in together.items())
+            reason = self._report.reasons.get(path, "the values of other keys leave it without effect")
+            paths_by_reason.setdefault(reason, []).append(path)
+        return tuple(f"{', '.join(paths)} ({reason})" for reason, paths in paths_by_reason.items())
 
     @property
     def deprecated(self) -> tuple[str, ...]:
@@ -384,20 +382,20 @@ class Config(ConfigBlock):
             raise problem(
                 "one of bf16 and fp16", fix="disable one", at="fp16.enabled", got="both enabled", keys=("bf16", "fp16")
             )
-        named = self.data_types.param_dtype
-        if named is not None and DTYPES[named] != (self.compute_dtype or torch.float32):
+        param_dtype = self.data_types.param_dtype
+        if param_dtype is not None and DTYPES[param_dtype] != (self.compute_dtype or torch.float32):
             raise problem(
                 "the dtype that bf16.enabled or fp16.enabled selects",
                 fix="remove it, and enable bf16 or fp16 for 16-bit weights",
                 at="data_types.param_dtype",
-                got=f'"{named}"',
+                got=f'"{param_dtype}"',
                 keys=("data_types",),
             )
         return self
 
     @model_validator(mode="after")
     def _apply_bf16_states(self) -> Self:
-        """Two keys say it: `bf16.bf16_optimizer_states` and our own."""
+        """Two keys set it: `bf16.bf16_optimizer_states` and our own."""
         zero = self.zero_optimization
         block = zero.offload_optimizer
         if not (self.bf16.enabled and self.bf16.bf16_optimizer_states):
@@ -414,12 +412,12 @@ class Config(ConfigBlock):
         return self.model_copy(update={"zero_optimization": zero.model_copy(update={"offload_optimizer": states})})
 
     def _user_batch_sizes(self, world_size: int) -> dict[str, int]:
-        given = {key: getattr(self, key) for key in (TRAIN, MICRO, STEPS) if key in self.model_fields_set}
+        sizes = {key: getattr(self, key) for key in (TRAIN, MICRO, STEPS) if key in self.model_fields_set}
         block = self.elasticity
-        return given if block is None or not block.enabled else elastic_sizes(block, given, world_size)
+        return sizes if block is None or not block.enabled else elastic_sizes(block, sizes, world_size)
 
     def _with_report(self, report: Report) -> Self:
         """This configuration with its batch sizes completed and its report attached."""
-        settled = self.model_copy(update=resolve_batch(self._user_batch_sizes(report.world_size), report.world_size))
-        settled._report = report
-        return settled
+        config = self.model_copy(update=resolve_batch(self._user_batch_sizes(report.world_size), report.world_size))
+        config._report = report
+        return config

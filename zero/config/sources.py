@@ -106,7 +106,7 @@ def _text_of(path: str) -> str:
 
 
 def _parse(text: str, where: str, problems: list[str]) -> dict[str, Any]:
-    def closed(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def read_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         content = dict(pairs)
         keys = [key for key, _ in pairs]
         problems.extend(
@@ -115,10 +115,10 @@ def _parse(text: str, where: str, problems: list[str]) -> dict[str, Any]:
         return content
 
     try:
-        content = json.loads(text, object_pairs_hook=closed)
+        content = json.loads(text, object_pairs_hook=read_pairs)
     except json.JSONDecodeError as error:
         problems.clear()  # the text is read again, which finds them again
-        content = _parse_hjson(text, where, closed, error)
+        content = _parse_hjson(text, where, read_pairs, error)
     except ValueError as error:
         raise ConfigError(f"{where}: not valid JSON: {error}") from error
     except RecursionError as error:
@@ -129,7 +129,7 @@ def _parse(text: str, where: str, problems: list[str]) -> dict[str, Any]:
     return content
 
 
-def _parse_hjson(text: str, where: str, closed: Callable[..., Any], error: json.JSONDecodeError) -> Any:
+def _parse_hjson(text: str, where: str, read_pairs: Callable[..., Any], error: json.JSONDecodeError) -> Any:
     """Read text that is not JSON as Hjson, as DeepSpeed does. Raises ConfigError with JSON's message if this fails."""
     wrong = f"{where}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}"
     try:
@@ -139,7 +139,7 @@ def _parse_hjson(text: str, where: str, closed: Callable[..., Any], error: json.
             f"{wrong}; if the file is Hjson (with comments or without quotes), pip install hjson"
         ) from error
     try:
-        return hjson.loads(text, object_pairs_hook=closed)
+        return hjson.loads(text, object_pairs_hook=read_pairs)
     except ValueError:
         raise ConfigError(wrong) from error
     except RecursionError:
@@ -179,11 +179,11 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 def config_argument(args: Any) -> Any:
     """The configuration that `args` names, or None. Raises ConfigError: two names are set to different files."""
-    given = {name: value for name in CONFIG_NAMES if (value := getattr(args, name, None)) is not None}
-    if len(given) > 1 and len(set(map(str, given.values()))) > 1:
-        listed = ", ".join(f"--{name} {value}" for name, value in given.items())
+    paths = {name: value for name in CONFIG_NAMES if (value := getattr(args, name, None)) is not None}
+    if len(paths) > 1 and len(set(map(str, paths.values()))) > 1:
+        listed = ", ".join(f"--{name} {value}" for name, value in paths.items())
         raise ConfigError(f"initialize: expected one configuration in args, got {listed}; give one of them")
-    return next(iter(given.values()), None)
+    return next(iter(paths.values()), None)
 
 
 def user_config(config: Config) -> dict[str, Any]:
@@ -193,10 +193,10 @@ def user_config(config: Config) -> dict[str, Any]:
     always exists and has its `stage`, as a number: clients test `config["zero_optimization"]["stage"] == 3` even if the
     user left them out.
     """
-    given = _fill_auto(copy_containers(config.source), Config, config)
-    block = given.get(ZERO)
-    given[ZERO] = {**(block if isinstance(block, dict) else {}), "stage": config.zero_optimization.stage}
-    return given
+    content = _fill_auto(copy_containers(config.source), Config, config)
+    block = content.get(ZERO)
+    content[ZERO] = {**(block if isinstance(block, dict) else {}), "stage": config.zero_optimization.stage}
+    return content
 
 
 def _fill_auto(raw: dict[str, Any], kind: type[ConfigBlock], effective: Any) -> dict[str, Any]:

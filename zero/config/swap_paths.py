@@ -39,9 +39,9 @@ def create_folders(paths: Iterable[str]) -> list[str]:
     """Make missing folders, with a warning for each. Raises ConfigError: one cannot be made."""
     ready = list(paths)
     for path in ready:
-        made = make_folder(path)
-        if made:
-            logger.warning("%s", made)
+        warning = make_folder(path)
+        if warning:
+            logger.warning("%s", warning)
     return ready
 
 
@@ -50,8 +50,8 @@ def wants_pinning(config: Config) -> bool:
     if config.zero_optimization.cpu_offload_use_pin_memory is False:
         return False
     return not any(
-        config.origin(f"zero_optimization.{block}.pin_memory") == "user" and not given.pin_memory
-        for block, given in (
+        config.origin(f"zero_optimization.{block}.pin_memory") == "user" and not settings.pin_memory
+        for block, settings in (
             ("offload_param", config.zero_optimization.offload_param),
             ("offload_optimizer", config.zero_optimization.offload_optimizer),
         )

@@ -258,8 +258,8 @@ class ZeroConfig(ConfigBlock):
         return self
 
 
-def _indivisible(key: str, size: int, whole: str, off: int) -> Exception:
+def _indivisible(key: str, size: int, total: str, off: int) -> Exception:
     return problem(
-        f"a divisor of {whole}", at=key, got=str(size), keys=(key,),
+        f"a divisor of {total}", at=key, got=str(size), keys=(key,),
         fix=f"all groups must be equally large; set it to {off} to use no groups",
     )  # fmt: skip
