@@ -25,9 +25,9 @@ def visible_devices(slots: Sequence[int], visible: str | None, device_count: int
     count = min(len(listed), device_count)
     beyond = [slot for slot in slots if slot >= count]
     if beyond:
-        said = f" with {visible_variable()}={visible}" if visible else ""
+        note = f" with {visible_variable()}={visible}" if visible else ""
         raise ConfigError(
-            f"GPU slots: expected 0 to {count - 1} ({count} visible{said}), got {beyond[0]}; slots are numbers of "
+            f"GPU slots: expected 0 to {count - 1} ({count} visible{note}), got {beyond[0]}; slots are numbers of "
             "visible GPUs: lower slots= or --num_gpus, or make more GPUs visible"
         )
     return ",".join(listed[slot] for slot in slots)

@@ -50,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--master_addr", default="", metavar="HOST", help="address of node 0 (its name in the hostfile)")
     port = f"port of node 0 (a free port on one node, {DEFAULT_PORT} on several)"
     add("--master_port", type=int, metavar="PORT", help=port)
-    others = "pdsh, ssh, slurm, mpi (also openmpi, mpich, mvapich, impi, nossh), or local (nodes reached by "
-    others += "the prefix in --launcher_args); default: pdsh if it is installed, else ssh"
-    parser.add_argument("--launcher", help=others)
+    launchers = "pdsh, ssh, slurm, mpi (also openmpi, mpich, mvapich, impi, nossh), or local (nodes reached by "
+    launchers += "the prefix in --launcher_args); default: pdsh if it is installed, else ssh"
+    parser.add_argument("--launcher", help=launchers)
     add(
         "--launcher_args",
         default="",
@@ -107,14 +107,14 @@ def check_arguments(options: argparse.Namespace) -> None:
 
 
 def _resolve_launcher(options: argparse.Namespace) -> None:
-    wish = ("pdsh" if shutil.which("pdsh") else "ssh") if options.launcher is None else options.launcher.lower()
-    options.launcher = ALIASES.get(wish, wish)
+    name = ("pdsh" if shutil.which("pdsh") else "ssh") if options.launcher is None else options.launcher.lower()
+    options.launcher = ALIASES.get(name, name)
     if options.launcher == "--no_ssh":
         options.no_ssh, options.launcher = True, "local"
     known: Sequence[str] = (*LAUNCHERS, *HYDRA)
     if options.launcher not in known:
         raise ConfigError(
-            f"--launcher: expected one of {', '.join((*known, *ALIASES))}, got {wish!r}; or start every node yourself "
+            f"--launcher: expected one of {', '.join((*known, *ALIASES))}, got {name!r}; or start every node yourself "
             "with --no_ssh --node_rank N"
         )
 

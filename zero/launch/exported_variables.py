@@ -35,16 +35,16 @@ def find_files(environment: Mapping[str, str], here: Path, home: Path) -> list[P
 
     Raises ConfigError: DS_ENV_FILE names a file that is not there.
     """
-    wish = environment.get("DS_ENV_FILE", "")
-    found = [folder / (wish or FILE_NAME) for folder in dict.fromkeys((home, here))]
-    # One file, if `wish` is an absolute path. `Path.is_file` would raise where a folder may not be searched.
-    found = list(dict.fromkeys(path for path in found if os.path.isfile(path)))
-    if wish and not found:
+    file_name = environment.get("DS_ENV_FILE", "")
+    paths = [folder / (file_name or FILE_NAME) for folder in dict.fromkeys((home, here))]
+    # One file, if `file_name` is an absolute path. `Path.is_file` would raise where a folder may not be searched.
+    paths = list(dict.fromkeys(path for path in paths if os.path.isfile(path)))
+    if file_name and not paths:
         raise ConfigError(
-            f"DS_ENV_FILE: expected an existing file, got {wish} (searched in {here} and {home}); create it or unset "
-            "the variable"
+            f"DS_ENV_FILE: expected an existing file, got {file_name} (searched in {here} and {home}); create it or "
+            "unset the variable"
         )
-    return found
+    return paths
 
 
 def parse_file(text: str, name: str) -> dict[str, str]:
@@ -52,7 +52,7 @@ def parse_file(text: str, name: str) -> dict[str, str]:
 
     Raises ConfigError: another kind of line; names file and line.
     """
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.strip().removeprefix("export ").lstrip()
         if not words or words.startswith("#"):
@@ -67,8 +67,8 @@ def parse_file(text: str, name: str) -> dict[str, str]:
         value = value.strip()
         if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
             value = value[1:-1]
-        found[key.strip()] = value
-    return found
+        variables[key.strip()] = value
+    return variables
 
 
 def variables_for_nodes(environment: Mapping[str, str], here: Path, home: Path) -> dict[str, str]:

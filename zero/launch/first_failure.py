@@ -55,14 +55,14 @@ class Failure:
 
 def from_torch(failures: Mapping[int, ProcessFailure], host: str) -> list[Failure]:
     """The failed ranks of this node, as reported by torchrun."""
-    found = []
+    reported = []
     for rank, failure in failures.items():
         message = failure.error_file_data.get("message", "")
         extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
         text = str(extra.get("py_callstack", "")) or (message.get("message", "") if isinstance(message, dict) else "")
         seconds = extra.get("seconds", failure.timestamp)  # torchrun's own timestamp is in whole seconds, rounded down
-        found.append(Failure(rank, host, failure.exitcode, float(seconds), text))
-    return found
+        reported.append(Failure(rank, host, failure.exitcode, float(seconds), text))
+    return reported
 
 
 def find_first(failures: Iterable[Failure]) -> Failure:
@@ -75,7 +75,7 @@ def describe(failure: Failure, others: int, *, local_rank: bool = True) -> str:
     Args:
         failure: the first failure.
         others: number of further failed ranks, most likely as a consequence.
-        local_rank: the scripts were given --local_rank.
+        local_rank: the scripts get --local_rank.
     """
     head = f"zero run: rank {failure.rank} on {failure.host} failed first: {failure.ending}"
     if others:

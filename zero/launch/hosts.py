@@ -31,8 +31,8 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"--hostfile {path}: cannot be read ({error.strerror}); expected a file with lines {LINE_FORM}; write one, or "
-            "leave --hostfile out to run on this machine alone"
+            f"--hostfile {path}: cannot be read ({error.strerror}); expected a file with lines {LINE_FORM}; write one, "
+            "or leave --hostfile out to run on this machine alone"
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
@@ -47,7 +47,7 @@ def parse_hostfile(text: str, name: str) -> dict[str, int]:
     `text`: lines of HOST slots=N; blank lines and text after a # are skipped. `name`: of the file, for errors.
     """
     slots: dict[str, int] = {}
-    seen: dict[str, int] = {}
+    first_lines: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words, where = line.partition("#")[0].strip(), f"{name}, line {number}"
         if not words:
@@ -69,10 +69,10 @@ def parse_hostfile(text: str, name: str) -> dict[str, int]:
             )
         if host in slots:
             raise ConfigError(
-                f"{where}: expected each host once, got {host} again (first in line {seen[host]}); "
+                f"{where}: expected each host once, got {host} again (first in line {first_lines[host]}); "
                 "merge the lines into one with the sum of their slots"
             )
-        slots[host], seen[host] = int(count), number
+        slots[host], first_lines[host] = int(count), number
     if not slots:
         raise ConfigError(f"{name}: expected at least one line {LINE_FORM}, got none; add the hosts to run on")
     return slots
@@ -100,8 +100,8 @@ def choose_nodes(
         return [Node(host, slots) for host, slots in everything.items()]
     flag, words = ("--include", include) if include else ("--exclude", exclude)
     named = {host: slots or everything[host] for host, slots in _parse_filter(words, flag, pool, pool_name).items()}
-    rest = {host: tuple(s for s in slots if s not in named.get(host, ())) for host, slots in everything.items()}
-    chosen = named if include else rest
+    remaining = {host: tuple(s for s in slots if s not in named.get(host, ())) for host, slots in everything.items()}
+    chosen = named if include else remaining
     nodes = [Node(host, chosen[host]) for host in pool if chosen.get(host)]
     if not nodes:
         raise ConfigError(f"{flag} {words}: expected at least one slot to remain, got none; exclude fewer")

@@ -46,8 +46,8 @@ class Job:
     @property
     def identity(self) -> str:
         """The same on all nodes of the job, and another for each job that might use the same port."""
-        told = repr((self.nodes, self.program, self.master_addr, self.master_port))
-        return self.id or hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+        content = repr((self.nodes, self.program, self.master_addr, self.master_port))
+        return self.id or hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
     def encode(self) -> str:
         """The job as one word without blanks, quotes or percent signs, which no shell changes."""
@@ -111,11 +111,11 @@ def _is_this_machine(host: str) -> bool:
     if name in (*LOCAL_NAMES, socket.gethostname()):
         return True
     try:
-        found = {str(answer[4][0]) for answer in socket.getaddrinfo(name, None)}
+        addresses = {str(answer[4][0]) for answer in socket.getaddrinfo(name, None)}
     except OSError:
         return False
     mine = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
-    return bool(found & mine)
+    return bool(addresses & mine)
 
 
 def _pool(options: argparse.Namespace, device_count: int) -> tuple[Mapping[str, int], str]:
@@ -173,7 +173,7 @@ def parse_cores(words: str) -> tuple[int, ...]:
 
     Raises ConfigError: a word that is neither a number nor a range, or a core named twice.
     """
-    found: list[int] = []
+    cores: list[int] = []
     for word in words.split(","):
         first, dash, last = word.strip().partition("-")
         ends = (first, last) if dash else (first, first)
@@ -181,7 +181,7 @@ def parse_cores(words: str) -> tuple[int, ...]:
             raise ConfigError(
                 f"--bind_core_list {words}: expected numbers and ranges joined by commas, such as 0-7,16, got {word!r}"
             )
-        found += range(int(ends[0]), int(ends[1]) + 1)
-    if len(set(found)) != len(found):
+        cores += range(int(ends[0]), int(ends[1]) + 1)
+    if len(set(cores)) != len(cores):
         raise ConfigError(f"--bind_core_list {words}: expected each core once; remove the one that is named again")
-    return tuple(found)
+    return tuple(cores)

@@ -1,6 +1,6 @@
-"""Where the command was given: makes flags a job, and starts it here or by a launcher, whose processes it takes along.
+"""Makes a job of the flags of `zero run`, and starts it here or through a launcher.
 
-It stays until all of them have ended.
+It stays until all processes of the job have ended, and ends them when it is ended itself.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def run_commands(commands: Sequence[Command]) -> int:
     """
     children: list[subprocess.Popen[bytes]] = []
     try:
-        with _collect_signals() as asked:
+        with _collect_signals() as signals:
             for command in commands:
                 children.append(_start(command))
-            return _wait(children, commands, asked)
+            return _wait(children, commands, signals)
     finally:
         _kill(children)
 
@@ -91,7 +91,7 @@ def _start(command: Command) -> subprocess.Popen[bytes]:
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]], commands: Sequence[Command], signals: list[int]) -> int:
-    status, told, deadline = 0, False, float("inf")
+    status, is_ending, deadline = 0, False, float("inf")
     watched = dict(zip(children, commands, strict=True))
     while watched:
         for child in [child for child in watched if child.poll() is not None]:
@@ -99,20 +99,20 @@ def _wait(children: Sequence[subprocess.Popen[bytes]], commands: Sequence[Comman
             if child.returncode and not status:
                 status = child.returncode if child.returncode > 0 else 128 - child.returncode
                 deadline = time.monotonic() + GRACE_SECONDS
-        if signals and not told:
+        if signals and not is_ending:
             status, deadline = status or 128 + signals[0], time.monotonic()
         if time.monotonic() >= deadline or len(signals) > 1:  # a second signal: at once
-            end = _kill if told else _request_end
+            end = _kill if is_ending else _request_end
             end(list(watched))
-            told, deadline = True, time.monotonic() + shutdown_seconds(os.environ)
+            is_ending, deadline = True, time.monotonic() + shutdown_seconds(os.environ)
         time.sleep(POLL_SECONDS)
     return status
 
 
 def shutdown_seconds(environment: Mapping[str, str]) -> float:
     """How long the nodes' processes may take to end."""
-    asked = environment.get(SHUTDOWN_TIMEOUT, "")
-    return max(END_SECONDS, (int(asked) if asked.isdigit() else 0) + EXTRA_SECONDS)
+    timeout = environment.get(SHUTDOWN_TIMEOUT, "")
+    return max(END_SECONDS, (int(timeout) if timeout.isdigit() else 0) + EXTRA_SECONDS)
 
 
 def _report_lost_node(child: subprocess.Popen[bytes], command: Command) -> None:
@@ -147,16 +147,16 @@ def _kill(children: Sequence[subprocess.Popen[bytes]]) -> None:
 @contextlib.contextmanager
 def _collect_signals() -> Iterator[list[int]]:
     """Inside, signals do not end this process but are collected in the yielded list."""
-    asked: list[int] = []
+    signals: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
 
     kinds = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     kinds = [kind for kind in kinds if signal.getsignal(kind) is not signal.SIG_IGN]  # SIGHUP by nohup
-    before = [signal.signal(kind, note) for kind in kinds]
+    before = [signal.signal(kind, on_signal) for kind in kinds]
     try:
-        yield asked
+        yield signals
     finally:
         for kind, handler in zip(kinds, before, strict=True):
             signal.signal(kind, handler)

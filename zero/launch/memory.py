@@ -1,4 +1,4 @@
-"""What the kernel says about memory and kills: the cgroups of this process and the machine, before and after."""
+"""The kernel's counts of memory and kills: the cgroups of this process and the machine, before and after."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def explain_kill(
     """
     first = {state.name: state for state in before}
     # The machine counts the kills of all processes, so its count is used only if no cgroup has one.
-    told = [state for state in after if state.name in first and state is not after[-1]] or after[-1:]
-    kills = sum(state.kills - first[state.name].kills for state in told if state.name in first)
+    places = [state for state in after if state.name in first and state is not after[-1]] or after[-1:]
+    kills = sum(state.kills - first[state.name].kills for state in places if state.name in first)
     planned = planned_bytes(plans)
     words = "no plan is known (no engine was made)" if planned is None else f"planned {format_bytes(planned)}"
     if kills <= 0:

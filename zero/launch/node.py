@@ -1,4 +1,4 @@
-"""One node's part of a job: torchrun, in this process, and afterwards what there is to say about its failures.
+"""One node's part of a job: torchrun, in this process, and afterwards the report of its failures.
 
 Run as a module it is what a launcher starts on each node.
 """
@@ -105,19 +105,19 @@ def _add_cause(failure: Failure, before: Sequence[MemoryState], folder: Path) ->
 
 def _report(job: Job, node_rank: int, peers: Peers | None, own: Failure | None, more: int, status: int) -> int:
     """Print the first failure of all nodes, once. Returns the exit status of this node."""
-    known, further = ([own] if own else []), more if own else 0
-    settled = peers.gather_failures(own, more, status) if peers is not None else None
-    if settled is not None:
-        known, further = settled
-    if known:
-        code = find_first(known).exitcode  # of the whole job, on every node
+    failures, further = ([own] if own else []), more if own else 0
+    gathered = peers.gather_failures(own, more, status) if peers is not None else None
+    if gathered is not None:
+        failures, further = gathered
+    if failures:
+        code = find_first(failures).exitcode  # of the whole job, on every node
         status = code if code > 0 else 128 - code
-    if known and (settled is None or node_rank == 0 or not job.quiet):
-        first = find_first(known)
-        words = describe(first, further + len(known) - 1, local_rank=job.program.local_rank)
+    if failures and (gathered is None or node_rank == 0 or not job.quiet):
+        first = find_first(failures)
+        words = describe(first, further + len(failures) - 1, local_rank=job.program.local_rank)
         print(words, file=sys.stderr, flush=True)
-    elif peers is not None and not known and peers.has_failed_peer:
-        other = f"node 0 ({_name(job, 0)}) has ended" if settled is None else "another node was told to end"
+    elif peers is not None and not failures and peers.has_failed_peer:
+        other = f"node 0 ({_name(job, 0)}) has ended" if gathered is None else "another node was told to end"
         print(f"zero run: {_name(job, node_rank)} ended its ranks, because {other}", file=sys.stderr, flush=True)
     return status
 
@@ -140,14 +140,14 @@ def _end_ranks(reaper: Reaper) -> None:
 
 def _watch_stdin() -> None:
     """End this node's ranks when the process that started it ends. The ranks get an empty standard input."""
-    mine = os.dup(0)
+    launcher_stdin = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
 
     def wait() -> None:
         with contextlib.suppress(OSError):
-            while os.read(mine, 4096):
+            while os.read(launcher_stdin, 4096):
                 pass
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -30,7 +30,7 @@ POLL_SECONDS = 0.5
 SETTLE_SECONDS = 10.0  # Nodes wait so long for each other's reports.
 MEET_SECONDS = 600  # As long as torchrun waits for all nodes.
 LOST_SECONDS = 3.0  # After the store has gone, the ranks have so long to end by themselves.
-HERE_SECONDS = 30.0  # Node 0 says so long after its store answers that it is of this job.
+HERE_SECONDS = 30.0  # After its store answers, node 0 has so long to confirm that it is of this job.
 HERE, FAILED, DONE, READ = "here", "failed", "done", "read"
 
 
@@ -116,16 +116,16 @@ class Peers:
             self._store.add(DONE, 1)
             if first or self._store.check([FAILED]):
                 self._wait_for(DONE, count)
-            found, further = [], 0
+            failures, further = [], 0
             for index in range(count):
                 if self._store.check([f"{FAILED}/{index}"]):
-                    told = json.loads(self._store.get(f"{FAILED}/{index}"))
-                    found.append(Failure(**told["first"]))
-                    further += told["more"]
+                    report = json.loads(self._store.get(f"{FAILED}/{index}"))
+                    failures.append(Failure(**report["first"]))
+                    further += report["more"]
             self._store.add(READ, 1)
             if first:
                 self._wait_for(READ, count, limit_wait=True)
-            return found, further
+            return failures, further
         except (DistError, RuntimeError, ValueError):
             return None
 

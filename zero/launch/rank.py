@@ -3,7 +3,7 @@
 It is run by its path and imports the standard library only, so that the program decides what is imported first and
 with which environment. It
 - dies with the launcher, also when that is killed,
-- keeps to its cores, if asked,
+- keeps to its cores, if they are set,
 - sets the variables that programs written for the deepspeed command read,
 - passes --local_rank, and
 - leaves an uncaught exception's traceback for the launcher.
@@ -80,11 +80,11 @@ def write_error_file(error: BaseException, trace: TracebackType | None) -> bool:
         return False
     text = "".join(traceback.format_exception(type(error), error, trace))
     extra = {"py_callstack": text, "timestamp": str(int(time.time())), "seconds": time.time()}
-    record = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
+    content = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
     try:
-        Path(path).write_text(json.dumps(record), encoding="utf-8")
-    except OSError as failed:
-        print(f"zero run: the traceback could not be written to {path}: {failed}", file=sys.stderr)
+        Path(path).write_text(json.dumps(content), encoding="utf-8")
+    except OSError as write_error:
+        print(f"zero run: the traceback could not be written to {path}: {write_error}", file=sys.stderr)
         return False
     return True
 
@@ -103,11 +103,11 @@ def print_error(error: BaseException, trace: TracebackType | None, *, is_in_file
 
 def program_traceback(trace: TracebackType | None) -> TracebackType | None:
     """The part of a traceback below the frames of this module and of `runpy`."""
-    ours = {__file__, runpy.__file__, "<frozen runpy>"}
-    kept = trace
-    while kept is not None and kept.tb_frame.f_code.co_filename in ours:
-        kept = kept.tb_next
-    return kept or trace
+    own_files = {__file__, runpy.__file__, "<frozen runpy>"}
+    program_trace = trace
+    while program_trace is not None and program_trace.tb_frame.f_code.co_filename in own_files:
+        program_trace = program_trace.tb_next
+    return program_trace or trace
 
 
 def main() -> NoReturn:

@@ -63,12 +63,12 @@ class Reaper(logging.Handler):
 
 
 def processes_of(run_id: str) -> list[psutil.Process]:
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid != os.getpid() and process.environ().get(RUN_ID) == run_id:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def kill(processes: list[psutil.Process]) -> None:

@@ -51,10 +51,10 @@ class Lamb(PlainOptimizer):
         bias1, bias2 = ((1 - beta ** state["step"]) if corrected else 1.0 for beta in (beta1, beta2))
         change, share = self._change(mean, square, (bias1, bias2), float(group["eps"]))
         change.add_(weight, alpha=float(group["weight_decay"]))
-        of_weight, of_change = _norm(weight), _norm(change)
+        weight_norm, change_norm = _norm(weight), _norm(change)
         ratio = 1.0
-        if of_weight and of_change:
-            ratio = min(max(of_weight / of_change, group["min_coeff"]), group["max_coeff"])
+        if weight_norm and change_norm:
+            ratio = min(max(weight_norm / change_norm, group["min_coeff"]), group["max_coeff"])
         weight.add_(change, alpha=-float(group["lr"]) * share * ratio)
 
     def _change(self, mean: Tensor, square: Tensor, bias: tuple[float, float], eps: float) -> tuple[Tensor, float]:

@@ -54,14 +54,14 @@ class PlainOptimizer(torch.optim.Optimizer):
     def _step_parameter(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         state["step"] = int(state.get("step", 0)) + 1
-        whole = parameter.detach()
-        exact = whole.dtype == torch.float32 and whole.is_contiguous()
-        weight = whole if exact else whole.float().contiguous()
+        values = parameter.detach()
+        exact = values.dtype == torch.float32 and values.is_contiguous()
+        weight = values if exact else values.float().contiguous()
         grad = gradient.detach().float()
         grad = grad.coalesce() if grad.is_sparse else grad.contiguous()
         self.update(weight, grad, state, group)
         if not exact:
-            whole.copy_(weight)
+            values.copy_(weight)
 
     def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """One update in place.
