@@ -329,10 +329,10 @@ class SharedMemoryCollectives(MultiRankCollectives):
 
     async def _serve_requests(self, epoch: int) -> None:
         """Run the updates of a step as soon as another rank waits for one, if they have not run before."""
-        board, me = self._attached_board, self._request_column + self._comm.rank
+        board, own_column = self._attached_board, self._request_column + self._comm.rank
         while not (self._updates.is_idle or self._updates.is_stopped or self._epoch != epoch or self._is_stopped):
             pause = POLL_SECONDS
-            if any(wanted >= epoch for wanted in board.read_all(me)):
+            if any(requested_epoch >= epoch for requested_epoch in board.read_all(own_column)):
                 try:
                     await self._updates.update_groups(self._updates.groups_of(None))
                 except ZeroInfinityError:  # fetches on this rank raise it; after a successful retry the others go on

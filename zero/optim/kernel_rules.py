@@ -45,13 +45,13 @@ class Row:
     states: Callable[[Options], tuple[str, ...]]
 
 
-def _lion(options: Options, before: float) -> dict[str, Any]:
+def _lion(options: Options, count: float) -> dict[str, Any]:
     beta1, beta2 = (float(beta) for beta in options["betas"])
     decay = 1 - float(options["lr"]) * float(options["weight_decay"])
     return {"step_size": float(options["lr"]), "decay": decay, "beta1": beta1, "beta2": beta2}
 
 
-def _sgd(options: Options, before: float) -> dict[str, Any]:
+def _sgd(options: Options, count: float) -> dict[str, Any]:
     return {
         "step_size": options["lr"],
         "l2": options["weight_decay"],
@@ -61,12 +61,12 @@ def _sgd(options: Options, before: float) -> dict[str, Any]:
     }
 
 
-def _adagrad(options: Options, before: float) -> dict[str, Any]:
-    step_size = options["lr"] / (1 + before * options.get("lr_decay", 0.0))
+def _adagrad(options: Options, count: float) -> dict[str, Any]:
+    step_size = options["lr"] / (1 + count * options.get("lr_decay", 0.0))
     return {"step_size": step_size, "l2": options["weight_decay"], "eps": options["eps"]}
 
 
-def _rmsprop(options: Options, before: float) -> dict[str, Any]:
+def _rmsprop(options: Options, count: float) -> dict[str, Any]:
     return {
         "step_size": options["lr"],
         "l2": options["weight_decay"],
@@ -130,6 +130,6 @@ class KernelRule(TiledRule):
 
     def _segment(self, begin: int, end: int, values: TileValues) -> Segment:
         scalars = {} if values.progress is None else dict(values.progress.scalars)
-        before = float(scalars["step"].value or 0) if "step" in scalars else 0.0
+        count = float(scalars["step"].value or 0) if "step" in scalars else 0.0
         first = bool(self._missing(self._row.states(values.options), values))
-        return Segment(begin, end, **self._row.numbers(values.options, before), first=first)
+        return Segment(begin, end, **self._row.numbers(values.options, count), first=first)

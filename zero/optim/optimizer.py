@@ -255,8 +255,8 @@ class ExternalStateOptimizer(torch.optim.Optimizer):
 
     def rule_numbers(self) -> dict[int, int]:
         """id(parameter) -> number of the rule whose states it has; a new parameter's is its group's."""
-        now = self.rules.numbers(self.param_groups)
-        self._numbers = {key: self._numbers.get(key, number) for key, number in now.items()}
+        numbers = self.rules.numbers(self.param_groups)
+        self._numbers = {key: self._numbers.get(key, number) for key, number in numbers.items()}
         return self._numbers
 
     def _check_rule(self, parameter: torch.Tensor, rule: Rule) -> None:
@@ -441,7 +441,7 @@ class ExternalStateOptimizer(torch.optim.Optimizer):
 
         Averages (`ema`) are ignored: the states of any optimizer may have them or lack them.
         """
-        known = {name for rule in self.rules.each for name in (*self._state_names(rule), *rule.small)}
+        names = {name for rule in self.rules.each for name in (*self._state_names(rule), *rule.small)}
         for state in states:
             wide = {name for name, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
             shaped = wide - {EMA}
@@ -452,7 +452,7 @@ class ExternalStateOptimizer(torch.optim.Optimizer):
             )
             if shaped and not any(fits):
                 raise ConfigError(
-                    f"optimizer.load_state_dict: {self.rules.names} keeps {', '.join(sorted(known)) or 'nothing'} for "
+                    f"optimizer.load_state_dict: {self.rules.names} keeps {', '.join(sorted(names)) or 'nothing'} for "
                     f"each parameter, got {', '.join(sorted(state))}; load it into the kind of optimizer that was "
                     "saved"
                 )

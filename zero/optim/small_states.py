@@ -47,15 +47,15 @@ def local_parameters(layout: Layout) -> frozenset[int]:
     return frozenset(slot.index for unit, slot in pairs for lo, hi in [unit.shard_range(slot)] if lo < hi)
 
 
-def gather_small_states(collectives: Collectives, mine: Mapping[str, SmallTensors]) -> Mapping[str, SmallTensors]:
+def gather_small_states(collectives: Collectives, own: Mapping[str, SmallTensors]) -> Mapping[str, SmallTensors]:
     """Small states by the parameters' names, from all ranks that have some. Collective.
 
-    `mine`: this rank's, on the host.
+    `own`: this rank's, on the host.
     """
     if collectives.placement.is_single_rank:
-        return mine
+        return own
     states: dict[str, SmallTensors] = {}
-    for answer in collectives.all_gather_bytes("small states", make_archive(dict(mine))):
+    for answer in collectives.all_gather_bytes("small states", make_archive(dict(own))):
         for name, tensors in read_archive(answer, "small states of another rank").items():
             states.setdefault(name, tensors)
     return states

@@ -393,25 +393,28 @@ class Stepper:
         """Decide that all ranks skip the step."""
         scaler = self._scaler
         names, finite = agree_on_nonfinite(self._collectives, self._gradients, loss_is_finite=loss_is_finite)
-        found = f"{'the loss and ' * (not finite)}the gradients of {', '.join(names)} (first in backward)"
+        description = f"{'the loss and ' * (not finite)}the gradients of {', '.join(names)} (first in backward)"
         if scaler.is_at_minimum:
             self._gradients.clear()
             self._set_state(StepState.NONE)
             raise LossScaleError(
-                f"step {number}: {found} are inf or NaN with a loss scale of {scaler.cur_scale:.10g}. Current loss "
-                "scale already at minimum - cannot decrease scale anymore (fp16.min_loss_scale). No step is taken: "
+                f"step {number}: {description} are inf or NaN with a loss scale of {scaler.cur_scale:.10g}. Current "
+                "loss scale already at minimum - cannot decrease scale anymore (fp16.min_loss_scale). No step is taken: "
                 "weights, states and counters are as before it, and engine.save_checkpoint() saves them. Weights "
                 f'that were trained in bf16 often exceed the range of fp16: use "bf16": {{"enabled": true}} for '
                 "them"
             )
-        before = scaler.cur_scale
+        old_scale = scaler.cur_scale
         self.changes_weights, self.norm = False, math.inf
         self._set_state(StepState.DECIDED)
         scaler.update_scale(overflow=True)
         self._gradients.clear()
         if self._collectives.placement.rank == 0:
             logger.warning(
-                "step %d is skipped: %s are inf or NaN%s", number, found, _describe_scale_change(scaler, before)
+                "step %d is skipped: %s are inf or NaN%s",
+                number,
+                description,
+                _describe_scale_change(scaler, old_scale),
             )
 
     def _check_unused(self, contributed: set[int], optimizer: ZeroOptimizer, index_of: dict[int, int]) -> None:
@@ -499,10 +502,10 @@ class Stepper:
             raise
 
 
-def _describe_scale_change(scaler: LossScaler, before: float) -> str:
+def _describe_scale_change(scaler: LossScaler, old_scale: float) -> str:
     """The change of the scale, for the log."""
     if not scaler.dynamic:
-        return "" if before == 1.0 else f"; the loss scale is {before:.10g} and static"
-    if scaler.cur_scale == before:
-        return f"; the loss scale stays {before:.10g}, overflows until it is halved: {scaler.cur_hysteresis}"
-    return f"; loss scale {before:.10g} -> {scaler.cur_scale:.10g}"
+        return "" if old_scale == 1.0 else f"; the loss scale is {old_scale:.10g} and static"
+    if scaler.cur_scale == old_scale:
+        return f"; the loss scale stays {old_scale:.10g}, overflows until it is halved: {scaler.cur_hysteresis}"
+    return f"; loss scale {old_scale:.10g} -> {scaler.cur_scale:.10g}"

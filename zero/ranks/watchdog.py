@@ -341,17 +341,17 @@ class Watchdog:
             rank for rank, p in positions.items() if rank in first_positions and first_positions[rank].beat == p.beat
         ]
         unknown = [rank for rank in range(self._world_size) if rank != self._rank and rank not in positions]
-        known = f"no response from {format_ranks(silent)}" if silent else "the other ranks are alive"
-        known += f", and nothing is known about {format_ranks(unknown)}" if unknown else ""
+        evidence = f"no response from {format_ranks(silent)}" if silent else "the other ranks are alive"
+        evidence += f", and nothing is known about {format_ranks(unknown)}" if unknown else ""
         others = "; ".join(f"rank {rank} {position}" for rank, position in sorted(positions.items()))
-        return RankLostError(f"rank {self._rank}: {what} failed: {error}; {known}: {others}")
+        return RankLostError(f"rank {self._rank}: {what} failed: {error}; {evidence}: {others}")
 
     def _silent_store_error(self, what: str, silence: BaseException) -> RankLostError:
         dead = [rank for rank, position in sorted(self._initial_positions.items()) if has_died(position)]
-        known = f"{format_ranks(dead)}: process has died" if dead else "the state of the other ranks is not known"
+        evidence = f"{format_ranks(dead)}: process has died" if dead else "the state of the other ranks is not known"
         return RankLostError(
-            f"rank {self._rank}: {what}; {known}: the store of the process group (in rank 0 or the launcher) does not "
-            f"answer: {str(silence).splitlines()[0]}"
+            f"rank {self._rank}: {what}; {evidence}: the store of the process group (in rank 0 or the launcher) does "
+            f"not answer: {str(silence).splitlines()[0]}"
         )
 
     def _divergence_error(self, where: str, error: BaseException) -> RankDivergenceError:
