@@ -399,8 +399,8 @@ class Stepper:
             self._set_state(StepState.NONE)
             raise LossScaleError(
                 f"step {number}: {description} are inf or NaN with a loss scale of {scaler.cur_scale:.10g}. Current "
-                "loss scale already at minimum - cannot decrease scale anymore (fp16.min_loss_scale). No step is taken: "
-                "weights, states and counters are as before it, and engine.save_checkpoint() saves them. Weights "
+                "loss scale already at minimum - cannot decrease scale anymore (fp16.min_loss_scale). No step is taken"
+                ": weights, states and counters are as before it, and engine.save_checkpoint() saves them. Weights "
                 f'that were trained in bf16 often exceed the range of fp16: use "bf16": {{"enabled": true}} for '
                 "them"
             )
