@@ -399,7 +399,7 @@ def whole_flats(engine: Any) -> dict[int, Tensor]:
 
 def exchanged_bytes(engine: Any) -> int:
     """Bytes of the memory from which this rank sends its slices, or into which it receives others'."""
-    exchange = engine.exchange
+    exchange = engine.collectives
     if isinstance(exchange, SharedMemoryCollectives):
         return int(exchange._copy_regions[exchange.placement.rank].data.nbytes) if exchange._copy_regions else 0
     arriving = engine.run.parts.storage.unreduced_gradients._receive_buffer

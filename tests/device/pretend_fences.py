@@ -267,7 +267,7 @@ REMOVALS = (
     Removal(
         "a unit's memory is reused before its last use",
         "zero/schedule/unit_fetcher.py",
-        "        draining.block.free(*draining.events, moved)",
+        "        draining.block.free(*draining.events, event)",
         "        draining.block.free()",
         D,
     ),
@@ -281,7 +281,7 @@ REMOVALS = (
     Removal(
         "a use on another stream beside an open one is not noted",
         "zero/schedule/coordinator.py",
-        "            self._fetcher.use_on_current_stream(one.arrival)\n        elif",
+        "            self._fetcher.use_on_current_stream(entry.arrival)\n        elif",
         "            pass\n        elif",
         ("forked:cpu-cpu:late",),
     ),
@@ -367,8 +367,8 @@ REMOVALS = (
     Removal(
         "whoever reads a parameter that a forward on another stream has had brought does not wait",
         "zero/schedule/coordinator.py",
-        "        self.use_on_current_stream(index)\n        one.is_read_for_backward",
-        "        one.is_read_for_backward",
+        "        self.use_on_current_stream(index)\n        entry.is_read_for_backward",
+        "        entry.is_read_for_backward",
         ("read_beside_a_forward:cpu-cpu:compute",),
     ),
     Removal(
@@ -403,7 +403,7 @@ REMOVALS = (
     Removal(
         "a forward on another stream does not wait for what an editor shows",
         "zero/schedule/coordinator.py",
-        "            self.use_on_current_stream(one.index)\n            return\n",
+        "            self.use_on_current_stream(entry.index)\n            return\n",
         "            return\n",
         ("gathered_for_another_stream:cpu-cpu",),
     ),
@@ -501,8 +501,8 @@ REMOVALS = (
     Removal(
         "rows of experts are used before they have been copied",
         "zero/schedule/expert_rows.py",
-        "                storage.streams.wait_events(transfer.result())",
-        "                transfer.result()",
+        "                storage.streams.wait_events(future.result())",
+        "                future.result()",
         ("rows_of_experts:cpu-cpu", "rows_of_experts:nvme-nvme"),
     ),
     Removal(
@@ -623,8 +623,8 @@ OF_RANKS = (
     Removal(
         "a gradient is reduced before it has been made",
         "zero/optim/reduce.py",
-        "turn, self._streams.record_event(), first",
-        "turn, None, first",
+        "work, self._streams.record_event(), first",
+        "work, None, first",
         L,
     ),
     Removal(
@@ -667,8 +667,8 @@ OF_RANKS = (
     Removal(
         "memory is reused while a collective that nobody waited for writes there",
         "zero/schedule/unit_fetcher.py",
-        "                self._storage.streams.wait_events(arrival.future.result())\n            moving = None\n",
-        "                pass\n            moving = None\n",
+        "                self._storage.streams.wait_events(arrival.future.result())\n            pending = None\n",
+        "                pass\n            pending = None\n",
         ("fetched_in_vain:cpu-cpu", "fetched_in_vain:nvme-nvme"),
     ),
 )

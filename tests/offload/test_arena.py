@@ -105,7 +105,7 @@ def test_a_lease_that_does_not_fit_says_what_is_free_and_which_knob_to_turn() ->
 def test_an_allocation_that_fails_leaves_nothing_leased(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = arena_of(10 * PAGE_BYTES)
 
-    def refuse(nbytes: int, *, touched: bool = True) -> memoryview:
+    def refuse(nbytes: int, *, prefault: bool = True) -> memoryview:
         raise BudgetError(f"no {nbytes} bytes")
 
     with monkeypatch.context() as patch:
@@ -297,7 +297,7 @@ def is_mapped(address: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
-@pytest.mark.parametrize("end", ["close", "give_up"])
+@pytest.mark.parametrize("end", ["close", "free_memory"])
 def test_memory_is_unregistered_while_it_is_there(end: str) -> None:
     """Once it has gone its address may be somebody else's."""
     found: list[bool] = []

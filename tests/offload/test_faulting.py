@@ -80,7 +80,7 @@ def test_it_can_be_closed_on_its_own_thread(monkeypatch: pytest.MonkeyPatch) -> 
             ready.wait(60)
             return super().unfaulted_data
 
-    monkeypatch.setattr("offload.memory.prefault.touch", closes)
+    monkeypatch.setattr("offload.memory.prefault.fault_in", closes)
     faulting = Prefaulter([Late(NBYTES, CPU)])
     ready.set()
     assert ended()
@@ -94,7 +94,7 @@ def test_a_kernel_without_memory_ends_it_and_nothing_else(monkeypatch: pytest.Mo
         calls.append(data.numel())
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("offload.memory.prefault.touch", refuses)
+    monkeypatch.setattr("offload.memory.prefault.fault_in", refuses)
     region = LinearPool(NBYTES, CPU)
     Prefaulter([region])
     assert ended()

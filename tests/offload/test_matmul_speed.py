@@ -62,7 +62,7 @@ def test_the_best_repeat_counts_and_slow_ones_are_few(
 
 @pytest.mark.parametrize(("computes", "told"), [(True, ""), (False, "this GPU has no instructions for bf16")])
 def test_a_gpu_is_asked_and_not_measured(monkeypatch: pytest.MonkeyPatch, computes: bool, told: str) -> None:
-    monkeypatch.setattr(matmul_speed, "computes_bf16", lambda device: computes)
+    monkeypatch.setattr(matmul_speed, "has_bf16", lambda device: computes)
     monkeypatch.setattr(matmul_speed, "layer_seconds", None)
     assert matmul_speed.slow_bf16("cuda:0") == told
 

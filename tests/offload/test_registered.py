@@ -104,7 +104,7 @@ except ConfigError as error:
     print("skip:", error)
     raise SystemExit
 arena = BlockPool("host", 1 << 20, "memory_budget.host", torch.device("cpu"), register=disk.aio.register_memory)
-data = arena.lease(1 << 19, "record").data
+data = arena.allocate(1 << 19, "record").data
 data.fill_(7)
 async def there_and_back():
     await disk.write(0, data)

@@ -152,11 +152,11 @@ def look_when_others_have_failed(exchange: NodeCollectives, count: int) -> None:
     board = exchange._board
     reached = board.wait_for_all
 
-    async def late(column: int, value: int, *, urge: Callable[[], None], **more: Any) -> None:
+    async def late(column: int, value: int, *, on_pause: Callable[[], None], **more: Any) -> None:
         while sum(number > 0 for number in board.read_all(FAILED)) < count:
             await asyncio.sleep(0.01)
-        urge()
-        await reached(column, value, urge=urge, **more)
+        on_pause()
+        await reached(column, value, on_pause=on_pause, **more)
 
     board.wait_for_all = late  # type: ignore[method-assign]
 

@@ -128,7 +128,7 @@ def test_what_was_changed_is_measured_against_the_defaults_once_more(
         last = len(asked) == 4
         return {s: [(factor if last else 1.5) if s.chunk_bytes == 4 * MIB else 1.0] * 2 for s in settings}
 
-    monkeypatch.setattr(tuning, "take_turns", measured)
+    monkeypatch.setattr(tuning, "measure_interleaved", measured)
     found = tuning.probe(tmp_path)
     assert found.setting == (expected or default_setting())
     assert asked[3] == [default_setting(), B]

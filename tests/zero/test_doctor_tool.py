@@ -72,7 +72,7 @@ def test_without_the_library_the_fallbacks_are_named_with_their_cost(
 @pytest.mark.parametrize(("slowdown", "verdict"), [(12.0, SLOWER), (0.6, OK)])
 def test_slow_bf16_matmuls_are_told(slowdown: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_command, "bf16_slowdown", lambda device: slowdown)
-    monkeypatch.setattr(doctor_command, "seen_kind", lambda: None)
+    monkeypatch.setattr(doctor_command, "present_kind", lambda: None)
     fact = facts()["bf16 matmuls"]
     assert fact.verdict == verdict and ("fp32" in fact.note) is (verdict == SLOWER)
 
@@ -157,7 +157,7 @@ def failing(*_: Any, **__: Any) -> Any:
         *((health, name) for name in ("cpu_library_trouble", "io_backends", "io_choice", "shared_memory_trouble")),
         *((psutil, "virtual_memory"), (socket, "if_nameindex"), (socket, "gethostname"), (os, "sched_getaffinity")),
         *((doctor_command, "read_states"), (doctor_command, "identify"), (doctor_command, "free_bytes")),
-        *((doctor_command, "seen_kind"), (doctor_command.dist, "is_gloo_available"), (health, "direct_io_trouble")),
+        *((doctor_command, "present_kind"), (doctor_command.dist, "is_gloo_available"), (health, "direct_io_trouble")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

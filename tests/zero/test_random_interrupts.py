@@ -102,7 +102,7 @@ def leased_bytes(engine: Any) -> dict[str, int]:
     engine.zero_grad()
     engine.synchronize()
     engine.empty_partition_cache()
-    return {pool: used_bytes(engine, pool) for pool in ("arena", "unit_pool", "gradient_pool")}
+    return {pool: used_bytes(engine, pool) for pool in ("host_pool", "unit_pool", "gradient_pool")}
 
 
 @pytest.mark.broad

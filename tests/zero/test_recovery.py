@@ -209,7 +209,7 @@ def test_gathering_that_fails_opens_nothing(open_engine: Open, nvme_path: Path, 
     if step_is == "due":
         once_more(lambda: engine(tokens(9)))  # reads ahead that have failed
         engine.synchronize()
-    assert used_bytes(engine, "arena") == 0
+    assert used_bytes(engine, "host_pool") == 0
     assert unequal(train(engine, 2), reference) == []
 
 

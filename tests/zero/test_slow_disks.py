@@ -125,7 +125,7 @@ def run(open_engine: Open, nvme_path: Path, seed: int, *, failures: bool) -> Non
     engine.inject(None)
     once_more(engine.synchronize)
     assert engine.global_steps == STEPS
-    assert used_bytes(engine, "arena") == 0
+    assert used_bytes(engine, "host_pool") == 0
     assert unequal(engine, reference, "early_exit") == []
     engine.close()
 

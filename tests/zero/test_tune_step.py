@@ -83,7 +83,7 @@ def test_what_is_written_keeps_the_base_and_trains(
         return Trial(micro_batch, **tune_step.measure({**task, "steps": 1, "recompute": True}))
 
     monkeypatch.setattr(tune_step._TrialRunner, "__call__", run)
-    monkeypatch.setattr(tune_step, "PLACES", (("nvme", "nvme"),))
+    monkeypatch.setattr(tune_step, "PLACEMENTS", (("nvme", "nvme"),))
     monkeypatch.setattr(tune_step, "search", functools.partial(search, most=1))
     assert cli.main(arguments(folder, nvme_path, "--base", str(folder / "base.json"))) == 0
     written = json.loads((folder / "ds.json").read_text())

@@ -460,14 +460,14 @@ class ZeroEngine(ConfigGetters, nn.Module):
 # (the engine's attribute that holds the collaborator, its class) -> the engine's names that are forwarded to it.
 ANSWERS: dict[tuple[str, type], str] = {
     ("run", Run): """
-        device exchange activations scaler updater lr_scheduler global_steps global_samples skipped_steps collate_fn
+        device collectives activations scaler updater lr_scheduler global_steps global_samples skipped_steps collate_fn
         training_dataloader data_position
     """,
     ("accumulation", Accumulation): """
         micro_steps is_gradient_accumulation_boundary set_gradient_accumulation_boundary no_sync
     """,
     ("scaling", LossScaling): "scale",
-    ("steps", EngineSteps): "zero_grad was_step_applied synchronize current values_of",
+    ("steps", EngineSteps): "zero_grad was_step_applied synchronize complete_updates values_of",
     ("offloading", OffloadStates): "offload_states reload_states offloaded_states state_devices",
     ("model_changes", ModelChanges): "replan",
     ("averages", AveragedWeights): "averaged_weights",
@@ -477,7 +477,7 @@ ANSWERS: dict[tuple[str, type], str] = {
     ("values", Values): "full_parameter full_master full_state named_full_parameters",
     ("saves", SaveCheckpoints): "save_checkpoint checkpoint_tools files",
     ("loads", LoadCheckpoints): "load_checkpoint",
-    ("checkpoint_state", CheckpointState): "checkpoint_pending wait_for_checkpoint half_loaded",
+    ("checkpoint_state", CheckpointState): "checkpoint_pending wait_for_checkpoint partially_loaded_folder",
     ("weights_out", ExportWeights): """
         save_16bit_model save_fp16_model save_fp32_model module_state_dict _zero3_consolidated_16bit_state_dict
         _consolidated_16bit_state_dict

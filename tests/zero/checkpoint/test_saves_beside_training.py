@@ -280,7 +280,7 @@ def test_results_that_cannot_be_written_keep_no_memory_that_a_save_waits_for(
     with pytest.raises(StorageError, match="write"):
         engine.synchronize()
     assert any(stranded_in(plane) for plane in storage_of(engine).state_arrays if plane is not None)
-    assert used_bytes(engine, "arena") == 0
+    assert used_bytes(engine, "host_pool") == 0
     engine.inject(None)
     engine.synchronize()
 
@@ -558,7 +558,7 @@ def test_what_a_rank_has_opened_is_given_back_when_another_one_fails(
     open_engine: Open, nvme_path: Path, tmp_path: Path, what: str
 ) -> None:
     engine = train(open_engine(build("gpt"), config(CPU, nvme_path)), 0)
-    before, alone = descriptors(), engine.exchange
+    before, alone = descriptors(), engine.collectives
     put_exchange(engine, FailingElsewhere(what))
     with pytest.raises(StateError, match=r"another rank.*full"):
         engine.save_checkpoint(tmp_path)

@@ -135,7 +135,7 @@ def as_seen(num_stages: int) -> dict[str, Any]:
 
     import zero
     from zero.compat import groups
-    from zero.compat.initialize_for_clients import lend_names
+    from zero.compat.engine_names import add_deepspeed_names
     from zero.pipe import LayerSpec, PipelineModule
 
     class Telling(PipelineModule):
@@ -157,7 +157,7 @@ def as_seen(num_stages: int) -> dict[str, Any]:
     model = Telling(layers, num_stages, loss_fn=loss_of, seed_layers=True)
     rank, sums = dist.get_rank(), []
     with zero.initialize(model=model, config=CONFIG)[0] as engine:
-        lend_names(engine)
+        add_deepspeed_names(engine)
         grid = engine.grid
         for group in (engine.data_parallel_group, grid.get_pipe_parallel_group(), groups._get_data_parallel_group()):
             value = torch.tensor(float(rank))
