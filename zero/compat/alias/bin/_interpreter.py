@@ -20,7 +20,7 @@ def candidates() -> Iterator[Path]:
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         if os.environ.get(variable):
             yield Path(os.environ[variable]) / "bin" / "python3"
-    yield from (Path(found) for name in ("python", "python3") if (found := shutil.which(name)))
+    yield from (Path(path) for name in ("python", "python3") if (path := shutil.which(name)))
 
 
 def has_engine(python: Path) -> bool:
@@ -29,7 +29,7 @@ def has_engine(python: Path) -> bool:
 
 
 def start_again(error: ImportError) -> None:
-    """Replace this process by the same command under the Python that has the engine; else exit and say what to do."""
+    """Replace this process by the same command under the Python that has the engine; else exit with advice."""
     for python in candidates():
         if python.is_file() and has_engine(python):
             os.execv(str(python), [str(python), *sys.argv])

@@ -37,10 +37,10 @@ def check_zero() -> None:
     if origin.is_file() and origin.read_bytes().startswith(b'"""zero-infinity: '):
         return
     try:
-        wrong = importlib.import_module("offload.zero_name").trouble()
+        trouble = importlib.import_module("offload.zero_name").trouble()
     except ModuleNotFoundError:
-        wrong = f"zero-infinity is not installed for {sys.executable}; install it there"
-    raise ImportError(f"deepspeed: this is the alias of zero-infinity: {wrong}", name=PACKAGE)
+        trouble = f"zero-infinity is not installed for {sys.executable}; install it there"
+    raise ImportError(f"deepspeed: this is the alias of zero-infinity: {trouble}", name=PACKAGE)
 
 
 @functools.cache
@@ -67,26 +67,26 @@ class Names:
         self.functions: list[str] = self.entry.get("functions", "").split()
         self.stars: list[str] = []
         if replacement_module(path) is None:
-            there = {_full_name(home): names for home, names in self.entry.get("from", {}).items()}
-            self.stars = [home for home, names in there.items() if names == "*"]
-            self.exports = _homes({home: names for home, names in there.items() if names != "*"})
+            modules = {_full_name(home): names for home, names in self.entry.get("from", {}).items()}
+            self.stars = [home for home, names in modules.items() if names == "*"]
+            self.exports = _homes({home: names for home, names in modules.items() if names != "*"})
 
     def __call__(self, name: str) -> Any:
         """The value of a name, which is then stored in the module. Raises AttributeError."""
         if name == "__all__":
-            return sorted({*self.listed()})
-        value = self._found(name)
+            return sorted({*self.public_names()})
+        value = self._look_up(name)
         setattr(self.module, name, value)
         return value
 
-    def listed(self) -> Iterator[str]:
+    def public_names(self) -> Iterator[str]:
         """Public names, without submodules."""
-        known = (self.homes, self.exports, self.entry.get("values", ()), self.entry.get("classes", ()), self.functions)
-        yield from (name for names in known for name in names if not name.startswith("_"))
+        tables = (self.homes, self.exports, self.entry.get("values", ()), self.entry.get("classes", ()), self.functions)
+        yield from (name for names in tables for name in names if not name.startswith("_"))
         for home in self.stars:
             yield from importlib.import_module(home).__all__
 
-    def _found(self, name: str) -> Any:
+    def _look_up(self, name: str) -> Any:
         if name in self.homes:
             return _load_attribute(self.homes[name])
         if self.entry.get("package") and self._below(name) in surface():
@@ -96,7 +96,7 @@ class Names:
         if name in self.entry.get("values", ()):
             return self.entry["values"][name]
         if name in self.functions or name in self.entry.get("classes", ()):
-            return self._refused(name)
+            return self._make_unavailable(name)
         if not name.startswith("__"):
             for home in self.stars:
                 if hasattr(importlib.import_module(home), name):
@@ -106,15 +106,15 @@ class Names:
     def _below(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name
 
-    def _refused(self, name: str) -> Any:
+    def _make_unavailable(self, name: str) -> Any:
         from zero.compat.unavailable import BASES, unavailable
 
         if name in self.functions:
             return unavailable(self._below(name), None)
         base = self.entry["classes"][name]
-        ours = base in self.entry["classes"] and base != name
+        is_in_module = base in self.entry["classes"] and base != name
         return unavailable(
-            self._below(name), getattr(sys.modules[self.name], base) if ours else BASES.get(base, object)
+            self._below(name), getattr(sys.modules[self.name], base) if is_in_module else BASES.get(base, object)
         )
 
 
@@ -130,7 +130,7 @@ def _load_attribute(place: str) -> Any:
 def _homes(table: dict[str, str]) -> dict[str, str]:
     """Name -> "module:attribute"."""
     pairs = [(home, *word.partition("=")) for home, words in table.items() for word in words.split()]
-    return {theirs: f"{home}:{ours or theirs}" for home, theirs, _, ours in pairs}
+    return {name: f"{home}:{attribute or name}" for home, name, _, attribute in pairs}
 
 
 def fill(name: str, module: ModuleType) -> None:
@@ -140,13 +140,13 @@ def fill(name: str, module: ModuleType) -> None:
     if home is None:
         module.__getattr__ = Names(path, module)  # type: ignore[method-assign]
         return
-    ours = importlib.import_module(home)
-    sys.modules[module.__name__] = ours
+    target = importlib.import_module(home)
+    sys.modules[module.__name__] = target
     if hasattr(module, "__path__"):
-        ours.__path__ = []
+        target.__path__ = []
     if home.startswith(("zero.compat.", "zero.checkpointing")):
-        ours.__dict__.setdefault(
-            "__getattr__", _first_of([Names(key, ours) for key in surface() if replacement_module(key) == home])
+        target.__dict__.setdefault(
+            "__getattr__", _first_of([Names(key, target) for key in surface() if replacement_module(key) == home])
         )
 
 

@@ -200,7 +200,8 @@ OURS: dict[str, dict[str, str]] = {
     "utils": {
         "zero.compat.comm_names": "is_initialized",
         "zero.compat.logs": "logger",
-        "zero.params.leaf_modules": LEAVES,  # here too: one of them has the name of a submodule
+        # Here too, because one of them has the name of a submodule.
+        "zero.params.leaf_modules": LEAVES,
     },
     "utils.comms_logging": {"zero.compat.comm_log": "CommsLogger", "zero.compat.plain": "convert_size"},
     "utils.debug": {"zero.compat.plain": DEBUGGING},
