@@ -54,7 +54,8 @@ REMOVALS = (
     Removal(
         "a copy does not wait for its fences",
         "offload/streams.py",
-        "        self._wait_events_on(stream, after)\n        with self._module.stream(stream):\n            target.copy_",
+        "        self._wait_events_on(stream, after)\n"
+        "        with self._module.stream(stream):\n            target.copy_",
         "        with self._module.stream(stream):\n            target.copy_",
         D,
     ),
@@ -68,7 +69,8 @@ REMOVALS = (
     Removal(
         "a gradient's memory is lent while the device reads it",
         "zero/optim/sub_group_pipeline.py",
-        "                    await streams.synchronize(streams.record_event())\n                self.spare_memory.offer",
+        "                    await streams.synchronize(streams.record_event())\n"
+        "                self.spare_memory.offer",
         "                    pass\n                self.spare_memory.offer",
         ("slow_writes:nvme-nvme:copies,late", "slow_writes:cpu-nvme:copies,late"),
         covered_by="the update's own copies to the host are waited for before a disk has read into the memory",
@@ -162,7 +164,8 @@ REMOVALS = (
     Removal(
         "a contribution is added before the home has been widened",
         "zero/optim/gradients.py",
-        "        self._streams.wait_events(self._streams.record_update_event())\n        state.array, state.dtype = wide",
+        "        self._streams.wait_events(self._streams.record_update_event())\n"
+        "        state.array, state.dtype = wide",
         "        state.array, state.dtype = wide",
         ("two_backwards:none-none", "two_backwards:cpu-cpu", "two_backwards:nvme-nvme"),
     ),
@@ -190,7 +193,8 @@ REMOVALS = (
     Removal(
         "sums of a contribution to NVMe are copied out before they have been made",
         "zero/optim/contributions.py",
-        "            self._streams.copy_to_host(item.sums, sums, self._streams.record_event())\n            item.has_device_sums",
+        "            self._streams.copy_to_host(item.sums, sums, self._streams.record_event())\n"
+        "            item.has_device_sums",
         "            self._streams.copy_to_host(item.sums, sums)\n            item.has_device_sums",
         ("gradients_on_nvme:nvme-nvme",),
     ),
@@ -239,7 +243,8 @@ REMOVALS = (
     Removal(
         "staging is reused before new weights are delivered",
         "zero/optim/sub_group_pipeline.py",
-        "streams.wait_events(\n                    streams.copy_to_device(target, weight.bytes, *delivery.events, streams.record_event())\n                )",
+        "streams.wait_events(\n"
+        "                    streams.copy_to_device(target, weight.bytes, *delivery.events, streams.record_event())\n                )",
         "streams.copy_to_device(target, weight.bytes, *delivery.events, streams.record_event())",
         (*D, "plain:nvme-none", "plain:cpu-none", "states_half_on_the_device:nvme-nvme"),
     ),
@@ -327,7 +332,8 @@ REMOVALS = (
     Removal(
         "a unit's copy is copied back before another stream has modified it",
         "zero/schedule/unit_fetcher.py",
-        "            self._storage.streams.wait_and_record_stream(arrival.copy, arrival.event, *self._events_after_uses(arrival))\n",
+        "            self._storage.streams.wait_and_record_stream("
+        "arrival.copy, arrival.event, *self._events_after_uses(arrival))\n",
         "            pass\n",
         ("forked_and_scaled:none-none", "forked_and_scaled:cpu-cpu"),
         swaps=False,
@@ -425,14 +431,16 @@ REMOVALS = (
     Removal(
         "an update on the device does not wait for what it reads",
         "zero/store/staging.py",
-        "            self._streams.wait_events(self._streams.copy_to_device(self.bytes, source, self._streams.record_event()))",
+        "            self._streams.wait_events(self._streams.copy_to_device("
+        "self.bytes, source, self._streams.record_event()))",
         "            self._streams.copy_to_device(self.bytes, source, self._streams.record_event())",
         ("plain:cpu-none", "plain:nvme-none", "accumulated:nvme-none", "states_half_on_the_device:nvme-nvme"),
     ),
     Removal(
         "what an update reads is copied over what the one before still uses",
         "zero/store/staging.py",
-        "            self._streams.wait_events(self._streams.copy_to_device(self.bytes, source, self._streams.record_event()))",
+        "            self._streams.wait_events(self._streams.copy_to_device("
+        "self.bytes, source, self._streams.record_event()))",
         "            self._streams.wait_events(self._streams.copy_to_device(self.bytes, source))",
         ("many_sub_groups:none-cpu:copies_in",),
         covered_by="an update waits for the device before it gives back what it was staged in",
@@ -441,7 +449,8 @@ REMOVALS = (
         "what an update has made is written home before it is there",
         "zero/store/staging.py",
         "await self._streams.synchronize(\n"
-        "                self._streams.copy_to_host(self._host, self.bytes, self._streams.record_event())\n            )",
+        "                self._streams.copy_to_host(self._host, self.bytes, self._streams.record_event())\n"
+        "            )",
         "self._streams.copy_to_host(self._host, self.bytes, self._streams.record_event())",
         ("plain:nvme-none", "accumulated:nvme-none", "states_half_on_the_device:nvme-nvme"),
     ),
@@ -449,7 +458,8 @@ REMOVALS = (
         "what an update has made is copied out before it has been made",
         "zero/store/staging.py",
         "await self._streams.synchronize(\n"
-        "                self._streams.copy_to_host(self._host, self.bytes, self._streams.record_event())\n            )",
+        "                self._streams.copy_to_host(self._host, self.bytes, self._streams.record_event())\n"
+        "            )",
         "await self._streams.synchronize(self._streams.copy_to_host(self._host, self.bytes))",
         ("plain:nvme-none", "accumulated:nvme-none", "states_half_on_the_device:nvme-nvme"),
     ),

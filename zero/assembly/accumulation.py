@@ -20,7 +20,7 @@ class Accumulation:
 
     @property
     def micro_steps(self) -> int:
-        """Calls of `step()`. Setting it also sets the position in the current step: the remainder by its parts."""
+        """See `ZeroEngine.micro_steps`."""
         return self._run.micro_steps
 
     @micro_steps.setter
@@ -30,7 +30,7 @@ class Accumulation:
         run.step_began = run.collecting_began = number - number % run.config.gradient_accumulation_steps
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """True if the next `step()` updates the parameters."""
+        """See `ZeroEngine.is_gradient_accumulation_boundary`."""
         config = self._run.config
         if self._boundary is not None:
             return self._boundary
@@ -59,7 +59,7 @@ class Accumulation:
         self._run.collecting_began = self._run.micro_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set the boundary explicitly; from then on the micro-step counter is not used for it."""
+        """See `ZeroEngine.set_gradient_accumulation_boundary`."""
         self._boundary = is_boundary
 
     def should_reduce(self) -> bool:
@@ -75,8 +75,8 @@ class Accumulation:
         agreed = run.parts.backward_watch.is_torn and not run.parts.collectives.placement.is_single_rank
         if self.collected_micro_batches and not beside and not agreed:
             raise StateError(
-                f"{what}: {self.collected_micro_batches} micro-batches of this step have already been run one by one with forward "
-                "and backward; run the rest of them in the same way, or call zero_grad() to discard them"
+                f"{what}: {self.collected_micro_batches} micro-batches of this step have already been run one by one with "
+                "forward and backward; run the rest of them in the same way, or call zero_grad() to discard them"
             )
         self.begin_step()
 
@@ -100,10 +100,7 @@ class Accumulation:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside need not reduce gradients: stages 0 and 1 add them up on each rank and reduce later.
-
-        Stages 2 and 3 have no room for whole gradients: they still reduce in each backward, with the same results.
-        """
+        """See `ZeroEngine.no_sync`."""
         before, self.inside_no_sync = self.inside_no_sync, True
         try:
             yield

@@ -285,7 +285,7 @@ class EngineParts:
         return frozenset(slot.index for unit in self.layout.units if unit.trainable for slot in unit.slots)
 
     def small_states(self, names: Mapping[int, str]) -> dict[str, dict[str, torch.Tensor]]:
-        """This rank's small states as `ExternalStateOptimizer.named_small` has them; no update of these parameters is due."""
+        """This rank's small states as in `ExternalStateOptimizer.named_small`; no update of these parameters is due."""
         if self._run.updater is None or not self._run.updater.has_small_states:
             return {}
         streams = self.storage.streams

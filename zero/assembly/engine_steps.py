@@ -130,21 +130,21 @@ class EngineSteps:
         self._complete_pending()
 
     def was_step_applied(self) -> bool:
-        """True if the last `step()` changed weights: it was on an accumulation boundary and was not skipped."""
+        """See `ZeroEngine.was_step_applied`."""
         return self._was_applied
 
     @atomic
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the gradients accumulated since the last step."""
+        """See `ZeroEngine.zero_grad`."""
         torn = not self._run.closed and self._run.parts.backward_watch.is_torn
         if torn and self._accumulation.micro_step_index:
             warnings.warn(
                 "zero_grad() discards the gradients of the micro-batches before the backward that was interrupted too: "
                 "run forward and backward of all of them again before step()",
-                stacklevel=3,
+                stacklevel=4,
             )
         elif not self._run.closed and not torn and self._accumulation.collected_micro_batches:
-            warnings.warn(DISCARDS, stacklevel=3)
+            warnings.warn(DISCARDS, stacklevel=4)
         self._discard_gradients(forwards=False)
 
     @atomic
@@ -377,16 +377,13 @@ class EngineSteps:
 
     @atomic
     def complete_updates(self, what: str, units: Iterable[int] | None = None) -> None:
-        """`make_ready`, then wait until these units (None: all) have stored the last step's values. Raises as `make_ready`."""
+        """See `ZeroEngine.complete_updates`."""
         self.make_ready(what)
         self._run.parts.stepper.finish_updates(units)
 
     @atomic
     def synchronize(self) -> None:
-        """Wait until the last step is complete, later gradients are stored on every tier, and nothing is in flight.
-
-        Raises StorageError: a transfer failed. The next call continues where this one stopped.
-        """
+        """See `ZeroEngine.synchronize`."""
         self.make_ready("synchronize", frozenset())
         parts = self._run.parts
         parts.stepper.finish_updates()
@@ -432,11 +429,7 @@ class EngineSteps:
         self._run.parts.coordinator.evict_all()
 
     def values_of(self, parameter: nn.Parameter, *, to_change: bool = False) -> ParameterValues:
-        """A parameter's exact values, states and gradient after the last step, for `zero.utils.safe_get_full_grad` etc.
-
-        `to_change`: they are going to be replaced, so a background checkpoint is completed first. Raises StateError:
-        the engine is closed, or a forward or backward runs; StorageError: the last step could not be completed.
-        """
+        """See `ZeroEngine.values_of`."""
         if to_change:
             self.check_open(EDIT)
         parts = self._run.parts

@@ -21,11 +21,7 @@ class LossScaling:
         self._loss_is_finite: torch.Tensor | None = None  # All since the last step; None: none was checked.
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the loss scale, for `scaled.backward()` instead of `engine.backward(loss)`.
-
-        Its gradients are also divided by the accumulation steps, as in `engine.backward`. Raises StateError: the loss
-        is no scalar with a graph, or there is no optimizer.
-        """
+        """See `ZeroEngine.scale`."""
         if self._run.updater is None:
             raise StateError("scale: the engine was made without an optimizer; add one to the config or pass one")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:

@@ -132,18 +132,7 @@ class ModelChanges:
             )
 
     def replan(self) -> bool:
-        """Apply changes of the model now instead of at the next forward. True if there were any.
-
-        Call it before a module is run without the engine's forward (`model.generate`), if its tree has changed.
-
-        All ranks call this together.
-
-        Raises:
-            StateError: inside forward, backward or `GatheredParameters`; or ranks have changed their models
-                differently, or within a step; or there are snapshots.
-            BudgetError: old and new planes do not fit at the same time, during the change; nothing has changed.
-            StorageError: a transfer failed; nothing has changed.
-        """
+        """See `ZeroEngine.replan`."""
         self._steps.make_ready("replan")
         self._run.parts.check_outside_calls(
             "replan", "call it outside of them, or let the next forward of the engine do it"
@@ -329,7 +318,8 @@ def _change_message(old: EngineParts, new: EngineParts, seconds: float) -> str:
     left = [leaf.names[0] for leaf in old.leaves if id(leaf.parameter) not in new.index_of]
     trained = [sum(u.numel for u in parts.layout.units if u.trainable) for parts in (old, new)]
     return (
-        f"planned again for the changed model in {seconds:.1f} s: {_format_names(joined)} added, {_format_names(left)} removed, "
+        f"planned again for the changed model in {seconds:.1f} s: {_format_names(joined)} added, "
+        f"{_format_names(left)} removed, "
         f"{trained[0]:,} -> {trained[1]:,} trained elements; {format_bytes(sum(row.nbytes for row in old.plan.rows))} "
         f"and {format_bytes(sum(row.nbytes for row in new.plan.rows))} existed at the same time"
     )

@@ -36,25 +36,7 @@ class OffloadStates:
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Copy the engine's states from the device to host memory, and free their device memory.
-
-        States that are on the host or on NVMe stay there. The engine brings states back when it needs them, with a line
-        in the log: all of them for a step, a read of values or a save; weights for a forward; weights and gradients for
-        a backward. All ranks call this together.
-
-        Args:
-            include: states to put away, members of `OffloadStateTypeEnum` or their names; None: everything. Masters and
-                optimizer states are stored together: naming one of them moves both.
-            device: cpu; none does nothing.
-            pin_memory: page-lock the host memory, where there is a GPU.
-            non_blocking: no effect: it returns when all is copied, since the device's memory is needed until then.
-
-        Raises:
-            ConfigError: an unknown state or device.
-            StateError: inside forward, backward or `GatheredParameters`, or the engine is closed.
-            BudgetError: the host has no room; nothing has moved.
-            StorageError: the last step could not be completed.
-        """
+        """See `ZeroEngine.offload_states`."""
         kinds = parse_kinds(include)
         if parse_device(device) == OffloadDeviceEnum.none:
             logger.warning("offload_states: device is none, so nothing is offloaded")
@@ -73,26 +55,18 @@ class OffloadStates:
         self._steps.make_ready("offload_states", frozenset())  # binds the persistent units, if they are still here
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back everything that `offload_states` has put away, bit for bit; does nothing if nothing is away.
-
-        Args:
-            non_blocking: no effect: the call returns when all is copied.
-
-        Raises:
-            StateError: the engine is closed.
-            BudgetError: the device has no room; everything that is not back is still on the host.
-        """
+        """See `ZeroEngine.reload_states`."""
         self._steps.check_open("reload_states")
         self._device_memory.reload("")
         self._steps.make_ready("reload_states")
 
     @property
     def offloaded_states(self) -> Kinds:
-        """The states that `offload_states` has put away and that have not come back since."""
+        """See `ZeroEngine.offloaded_states`."""
         return self._device_memory.offloaded_kinds
 
     def state_devices(self, kind: OffloadStateTypeEnum) -> set[torch.device]:
-        """The devices that hold this rank's memory of a kind now; NVMe is not among them."""
+        """See `ZeroEngine.state_devices`."""
         return self._device_memory.devices(OffloadStateTypeEnum(kind))
 
     def _log_nothing_to_free(self, kinds: list[OffloadStateTypeEnum]) -> None:

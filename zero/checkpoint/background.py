@@ -218,11 +218,7 @@ class CheckpointState(StepListener):
         return self._background_save is not None and not self._background_save.is_done
 
     def wait_for_checkpoint(self) -> None:
-        """Return once the checkpoint that is being written is complete.
-
-        Raises StorageError: it could not be written; older checkpoints are as they were. Raises StateError: another
-        rank's part could not be written.
-        """
+        """See `ZeroEngine.wait_for_checkpoint`."""
         error = self.join()
         if error is not None:
             raise error

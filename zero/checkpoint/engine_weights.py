@@ -72,26 +72,7 @@ class ExportWeights:
         exclude_frozen_parameters: bool = False,
         max_shard_size: int | str | None = MAX_SHARD_SIZE,
     ) -> bool:
-        """Write the weights that the model computes with, as files that `from_pretrained` reads.
-
-        All ranks call this, the first one writes. Only a few blocks are in memory at a time. Tied parameters are
-        stored once, under their first name; buffers are stored as in a state dict. Files of an earlier model of that
-        name in the folder are replaced once the new ones are complete.
-
-        Args:
-            save_dir: made if it is not there.
-            save_filename: of the file, or of the index. A name that ends in .bin, .pt or .pth ("pytorch_model.bin")
-                makes archives of torch.save, which hold tied parameters under all their names.
-            exclude_frozen_parameters: leave out weights that are not trained.
-            max_shard_size: bytes of a file, or text such as "5GB"; None: one file.
-
-        Returns:
-            True; False if nothing was written, since at stage 3 `stage3_gather_16bit_weights_on_model_save` is off.
-
-        Raises:
-            StateError: inside forward, backward or `GatheredParameters`.
-            StorageError: a transfer failed or the disk has no room; the folder has no new model.
-        """
+        """See `ZeroEngine.save_16bit_model`."""
         zero = self._run.config.zero_optimization
         if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
             logger.warning(
@@ -110,7 +91,7 @@ class ExportWeights:
         return True
 
     def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors") -> bool:
-        """DeepSpeed's old name of `save_16bit_model`."""
+        """See `ZeroEngine.save_fp16_model`."""
         return self.save_16bit_model(save_dir, save_filename)
 
     def save_fp32_model(
@@ -120,10 +101,7 @@ class ExportWeights:
         exclude_frozen_parameters: bool = False,
         max_shard_size: int | str | None = MAX_SHARD_SIZE,
     ) -> bool:
-        """Like `save_16bit_model`, but writes the exact fp32 masters.
-
-        Weights that are not trained are widened; quantised codes are unchanged. Returns True.
-        """
+        """See `ZeroEngine.save_fp32_model`."""
         self._save_weights(
             check_folder_argument(save_dir, "save_dir"),
             save_filename,
@@ -140,7 +118,7 @@ class ExportWeights:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """The model's own state dict, without offloaded or sharded values; see `_zero3_consolidated_16bit_...`."""
+        """See `ZeroEngine.module_state_dict`."""
         values = self._run.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
             for name, parameter in self._run.module.named_parameters(remove_duplicate=False):
@@ -151,11 +129,7 @@ class ExportWeights:
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> OrderedDict[str, torch.Tensor] | None:
-        """A state dict of copies in host memory, on the first rank; None on others. All ranks call this.
-
-        Tied parameters are one tensor under each of their names. Works at any stage. Raises StateError: inside forward,
-        backward or `GatheredParameters`; StorageError: a transfer failed, on any rank.
-        """
+        """See `ZeroEngine._zero3_consolidated_16bit_state_dict`."""
         entries = self._synchronized_entries("a consolidated state dict", exclude_frozen=exclude_frozen_parameters)
         relay = DeferringFailures(self._run.collectives)
         state_dict: OrderedDict[str, torch.Tensor] = OrderedDict()  # OrderedDict[...]() would pickle its type arguments
@@ -178,7 +152,7 @@ class ExportWeights:
     def _consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> OrderedDict[str, torch.Tensor] | None:
-        """DeepSpeed's name of `_zero3_consolidated_16bit_state_dict` that does not depend on the stage."""
+        """See `ZeroEngine._consolidated_16bit_state_dict`."""
         return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     @explain_file_limit("saving weights")

@@ -340,31 +340,7 @@ class LoadCheckpoints:
         custom_load_fn: Callable[..., Any] | None = None,
         allow_pickle: bool | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Continue from a checkpoint of any stage, tier and number of ranks. All ranks call this.
-
-        Everything is checked before a value changes. Collected gradients are dropped.
-
-        Args:
-            load_dir: folder of checkpoints.
-            tag: which; None: the one that `latest` names, or the newest complete one; if it is damaged, the next.
-            load_module_strict: False loads what fits by name.
-            load_optimizer_states: states, step counts, the options of param groups and the loss scale.
-            load_lr_scheduler_states: of `engine.lr_scheduler`.
-            load_module_only: load weights, buffers and extra states of modules; the returned client state is empty.
-            custom_load_fn: not available: must be None.
-            allow_pickle: make objects of any class in the client state and in states of schedulers, loaders and
-                modules, which can run any code that the folder names. False: only plain values, tensors, and what
-                `torch.serialization.add_safe_globals` names. None: as `checkpoint.allow_pickle` says.
-
-        Returns:
-            (the folder, the client state); (None, {}) if there is no checkpoint in `load_dir`.
-
-        Raises:
-            ConfigError: it is damaged, does not fit, or has an object that is not loaded; says what was expected.
-            StorageError: a read failed. Then some values may be the new ones, as after a ConfigError that names a
-                checksum, and every other call is refused until a checkpoint is loaded.
-            StateError: inside forward, backward or `GatheredParameters`.
-        """
+        """See `ZeroEngine.load_checkpoint`."""
         if custom_load_fn is not None:
             raise ConfigError("load_checkpoint: custom_load_fn is not available; read values with zero.load_pretrained")
         folder = check_folder_argument(load_dir, "load_checkpoint: load_dir")

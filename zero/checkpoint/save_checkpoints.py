@@ -70,27 +70,7 @@ class SaveCheckpoints:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything needed to continue, in the form of torch.distributed.checkpoint. All ranks call this.
-
-        It loads at every stage, on every tier, with any number of ranks, and with plain torch. The checkpoint appears
-        complete or not at all, even if the job dies meanwhile.
-
-        Args:
-            save_dir: folder of checkpoints, which all nodes see; the checkpoint is `save_dir/tag`.
-            tag: its name; None: "global_step" and the number of steps taken. An older one of that name is replaced.
-            client_state: any picklable object under any name; `load_checkpoint` returns it. The first rank's counts.
-            save_latest: the file `save_dir/latest` names it from now on.
-            exclude_frozen_parameters: leave out weights that are not trained.
-
-        Returns:
-            True.
-
-        Raises:
-            ConfigError: no folder is named; a bad tag, or ranks have different ones and `checkpoint.tag_validation` is
-                "fail".
-            StorageError: not enough room, or the disk refused; older checkpoints are as they were.
-            StateError: inside forward, backward or `GatheredParameters`; or it failed on another rank.
-        """
+        """See `ZeroEngine.save_checkpoint`."""
         # Absolute, because the program may change its folder while a save continues beside training.
         folder = check_folder_argument(save_dir, "save_checkpoint: save_dir").absolute()
         self.ensure_between_steps("save_checkpoint")

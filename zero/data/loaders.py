@@ -39,29 +39,7 @@ class Loaders:
         *,
         place: tuple[int, int] | None = None,
     ) -> DataLoader[Any]:
-        """A loader of this rank's micro-batches; DeepSpeed's name and arguments.
-
-        With several ranks the samples of an epoch are divided among them. If the number of samples is no multiple of
-        the ranks, samples from the front are added (or, with `dataloader_drop_last`, the last ones are dropped): a rank
-        with one batch less would leave the others waiting. An incomplete last batch is kept (or dropped, likewise); it
-        has the same size on every rank.
-
-        The loader has `state_dict` and `load_state_dict` (see `ResumableLoader`), except for an IterableDataset.
-        Checkpoints have the position of `engine.training_dataloader` only: if you train on this loader, set it there.
-
-        Args:
-            dataset: with `__getitem__` and `__len__`; with one rank also an IterableDataset.
-            batch_size: number of samples; None: train_micro_batch_size_per_gpu.
-            route: "train" shuffles, "eval" and "predict" keep the order.
-            pin_memory: put batches into pinned memory; only with a GPU.
-            data_sampler: gives this rank's samples in their order; None: its part of all of them.
-            collate_fn: None: the one passed to `zero.initialize`, else torch's.
-            num_local_io_workers: number of processes that load; None: none, the training loop loads.
-            place: (index, count) of the part of the data; None: (this rank, number of ranks).
-
-        Raises:
-            ConfigError: no such route, or data that cannot be divided among the ranks.
-        """
+        """See `ZeroEngine.deepspeed_io`."""
         config, (rank, world_size) = self._settings.config, place or (world.rank(), world.world_size())
         drop, shuffle = config.dataloader_drop_last, route == "train"
         _check(dataset, route, world_size)

@@ -140,18 +140,7 @@ class AveragedWeights:
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Inside, the engine's weights are averages, on every tier: to evaluate with, or to save or export.
-
-        They are the moving averages of `ema_decay`, or the averages of AdamWScheduleFree. Both the weights that forward
-        uses and their fp32 masters are replaced; a parameter without an update so far is unchanged. Afterwards the
-        weights have their old bits again. Inside, training, checkpoints, edits and the optimizer's state dict are
-        errors. All ranks call this together.
-
-        Raises:
-            StateError: nothing is averaged; inside forward, backward or `GatheredParameters`; the engine is closed.
-            StorageError: the last step could not be completed, or a transfer failed; the weights are unchanged.
-            BudgetError: there is no room for the masters that are put aside.
-        """
+        """See `ZeroEngine.averaged_weights`."""
         shown = self._guard
         self._steps.make_ready("averaged_weights")
         self._run.parts.check_outside_calls("averaged_weights")

@@ -51,20 +51,17 @@ class ClientCalls:
 
     @property
     def optimizer(self) -> Any:
-        """The second result of `initialize`: the optimizer; None if nothing trains (but see `hooks_for_optimizer`)."""
+        """See `ZeroEngine.optimizer`."""
         updater = self._run.updater
         return self.parameter_offload if updater is None and self.hooks_for_optimizer else updater
 
     @property
     def config(self) -> dict[str, Any]:
-        """The given dict, with values for "auto" and the stage. The model's config is `engine.module.config`."""
+        """See `ZeroEngine.config`."""
         return self._user_config
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the samples per step; the number of micro-batches changes, their size stays.
-
-        Raises ConfigError: it is no multiple of the samples in one micro-batch of every rank.
-        """
+        """See `ZeroEngine.set_train_batch_size`."""
         config = self._run.config
         once = config.train_micro_batch_size_per_gpu * config.world_size
         if train_batch_size < once or train_batch_size % once:
@@ -74,51 +71,42 @@ class ClientCalls:
         self._run.set_batch(train_batch_size, config.train_micro_batch_size_per_gpu, train_batch_size // once)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples per forward on one rank; the number of micro-batches stays.
-
-        Raises ConfigError: not positive.
-        """
+        """See `ZeroEngine.set_train_micro_batch_size`."""
         steps, world_size = self._run.config.gradient_accumulation_steps, self._run.config.world_size
         _check_positive("set_train_micro_batch_size", micro_batch_size)
         self._run.set_batch(micro_batch_size * steps * world_size, micro_batch_size, steps)
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """Change the micro-batches per step; the size of each stays. Raises ConfigError: not positive."""
+        """See `ZeroEngine.set_gradient_accumulation_steps`."""
         _check_positive("set_gradient_accumulation_steps", steps)
         micro, world_size = self._run.config.train_micro_batch_size_per_gpu, self._run.config.world_size
         self._run.set_batch(micro * steps * world_size, micro, steps)
 
     def get_global_grad_norm(self) -> float | None:
-        """2-norm of the gradients of the last step, before clipping; None before the first."""
+        """See `ZeroEngine.get_global_grad_norm`."""
         return self._run.parts.stepper.norm
 
     def set_lr(self, lr: float) -> None:
-        """Give every param group this learning rate."""
+        """See `ZeroEngine.set_lr`."""
         for group in self._run.updater.param_groups if self._run.updater is not None else []:
             group["lr"] = lr
 
     def get_lr(self) -> list[float]:
-        """Learning rate of each param group."""
+        """See `ZeroEngine.get_lr`."""
         return learning_rates(self._run.updater)
 
     def get_mom(self) -> list[Any]:
-        """The betas or the momentum of each param group."""
+        """See `ZeroEngine.get_mom`."""
         return momentum_of(self._run.updater)
 
     def empty_partition_cache(self) -> None:
-        """Release every gathered weight that is not in use; a later forward fetches it again.
-
-        Raises StateError: the engine is closed, or a forward or backward is running.
-        """
+        """See `ZeroEngine.empty_partition_cache`."""
         self._steps.make_ready("empty_partition_cache", frozenset())
         self._run.parts.coordinator.evict_all()
         self._steps.make_ready("empty_partition_cache", frozenset())
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Have torch compile the model in place, as `engine.module.compile(backend=backend, **compile_kwargs)`.
-
-        Raises ConfigError: `schedule` or `compiled_autograd_enabled`: DeepCompile is not available.
-        """
+        """See `ZeroEngine.compile`."""
         asked = [name for name, value in more.items() if value]
         if asked:
             raise ConfigError(f"compile: {', '.join(asked)}: DeepCompile is not available; leave it out")
@@ -127,7 +115,7 @@ class ClientCalls:
 
     @property
     def is_compiled(self) -> bool:
-        """True once `compile` was called."""
+        """See `ZeroEngine.is_compiled`."""
         return self._run.module._compiled_call_impl is not None
 
 

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from offload.errors import StorageError
+from offload.files.durable import Files
 from offload.memory.host_memory import trim_heap
 from offload.system.interrupts import atomic, deferring_interrupts
+from zero.activations.saved_tensors import Activations
 from zero.assembly.accumulation import Accumulation
-from zero.assembly.device_memory import DeviceMemory
+from zero.assembly.device_memory import DeviceMemory, Kinds
 from zero.assembly.engine_parts import EngineParts
 from zero.assembly.engine_steps import EngineSteps, StepListener
 from zero.assembly.loss_scaling import LossScaling
 from zero.assembly.model_changes import ModelChanges
 from zero.assembly.offload_states import OffloadStates
 from zero.assembly.run import Run
-from zero.assembly.state_kinds import NEEDED_BY_BACKWARD
+from zero.assembly.state_kinds import NEEDED_BY_BACKWARD, OffloadDeviceEnum, OffloadStateTypeEnum
 from zero.checkpoint.background import CheckpointState
 from zero.checkpoint.engine_weights import ExportWeights
 from zero.checkpoint.load import LoadCheckpoints
 from zero.checkpoint.save_checkpoints import SaveCheckpoints
+from zero.checkpoint.weights_files import MAX_SHARD_SIZE
 from zero.compat.engine_getters import ConfigGetters
 from zero.config import Config
 from zero.data.forward_schedules import ForwardSchedules
@@ -37,43 +43,28 @@ from zero.engine.averaged_weights import AveragedWeights, AveragesGuard
 from zero.engine.client_calls import ClientCalls
 from zero.engine.generation import Generation
 from zero.engine.micro_batches import LossOf, loss_by_call, next_batch, run_interleaved
+from zero.engine.parameter_offload import ParameterOffload
 from zero.engine.qk_clip import QkClip
 from zero.engine.reports import Reports
 from zero.engine.snapshot_calls import SnapshotCalls, SnapshotListener
 from zero.engine.values import Values
 from zero.exchange.collectives import Collectives, SingleRankCollectives
-from zero.optim.loss_scale import make_scaler
+from zero.forward_profiler import FlopsProfiler
+from zero.optim.loss_scale import LossScaler, make_scaler
 from zero.optim.lr_scheduler import scheduler_for
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import AdamRule, Rules, TrainedParameters
 from zero.params.initialisation import open_initial_store
 from zero.params.layout import Unit
 from zero.plan.plan import Plan
+from zero.reports.monitors import Monitors
+from zero.reports.statistics import Statistics
 from zero.reports.tracing import trace_calls
 from zero.schedule.compiling import outside_transforms
 from zero.schedule.engine_callbacks import EngineCallbacks
+from zero.values.parameter_values import ParameterValues
 
 logger = logging.getLogger("zero")
-
-
-class answered_by:
-    """Forwards a name of the engine to one of its collaborators, which has the same name.
-
-    On the class it returns the collaborator's function or property, so that `help` and `inspect` describe that one.
-
-    `part`: the engine's attribute that holds the collaborator; `kind`: its class.
-    """
-
-    def __init__(self, part: str, kind: type, name: str) -> None:
-        self._part, self._kind, self._name = part, kind, name
-
-    def __get__(self, engine: Any, owner: type | None = None) -> Any:
-        if engine is None:
-            return getattr(self._kind, self._name, self)
-        return getattr(getattr(engine, self._part), self._name)
-
-    def __set__(self, engine: Any, value: Any) -> None:
-        setattr(getattr(engine, self._part), self._name, value)
 
 
 class ZeroEngine(ConfigGetters, nn.Module):
@@ -375,6 +366,666 @@ class ZeroEngine(ConfigGetters, nn.Module):
         if disk is not None:
             disk.aio.inject(fault)
 
+    # ---- counters and parts ------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Units are computed there."""
+        return self.run.device
+
+    @property
+    def collectives(self) -> Collectives:
+        return self.run.collectives
+
+    @property
+    def activations(self) -> Activations:
+        """Where saved activations go."""
+        return self.run.activations
+
+    @property
+    def scaler(self) -> LossScaler:
+        """The loss scaler."""
+        return self.run.scaler
+
+    @property
+    def updater(self) -> ZeroOptimizer | None:
+        """The optimizer that users hold; None: nothing is trained."""
+        return self.run.updater
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """Stepped after each step that changes weights; None: there is none."""
+        return self.run.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, value: Any) -> None:
+        self.run.lr_scheduler = value
+
+    @property
+    def global_steps(self) -> int:
+        """Steps taken, including skipped ones."""
+        return self.run.global_steps
+
+    @global_steps.setter
+    def global_steps(self, value: int) -> None:
+        self.run.global_steps = value
+
+    @property
+    def global_samples(self) -> int:
+        """Samples that steps have used, over all ranks."""
+        return self.run.global_samples
+
+    @global_samples.setter
+    def global_samples(self, value: int) -> None:
+        self.run.global_samples = value
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that changed no weight because a gradient was inf or NaN."""
+        return self.run.skipped_steps
+
+    @skipped_steps.setter
+    def skipped_steps(self, value: int) -> None:
+        self.run.skipped_steps = value
+
+    @property
+    def collate_fn(self) -> Callable[..., Any] | None:
+        """For loaders that get none."""
+        return self.run.collate_fn
+
+    @collate_fn.setter
+    def collate_fn(self, value: Callable[..., Any] | None) -> None:
+        self.run.collate_fn = value
+
+    @property
+    def training_dataloader(self) -> DataLoader[Any] | None:
+        """The loader of `training_data`; checkpoints save its position."""
+        return self.run.training_dataloader
+
+    @training_dataloader.setter
+    def training_dataloader(self, value: DataLoader[Any] | None) -> None:
+        self.run.training_dataloader = value
+
+    @property
+    def data_position(self) -> Any:
+        """The position of the loader in the checkpoint that was loaded last."""
+        return self.run.data_position
+
+    @data_position.setter
+    def data_position(self, value: Any) -> None:
+        self.run.data_position = value
+
+    # ---- accumulation ------------------------------------------------------------------------------
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of `step()`. Setting it also sets the position in the current step: the remainder by its parts."""
+        return self.accumulation.micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, value: int) -> None:
+        self.accumulation.micro_steps = value
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True if the next `step()` updates the parameters."""
+        return self.accumulation.is_gradient_accumulation_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Set the boundary explicitly; from then on the micro-step counter is not used for it."""
+        self.accumulation.set_gradient_accumulation_boundary(is_boundary)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside need not reduce gradients: stages 0 and 1 add them up on each rank and reduce later.
+
+        Stages 2 and 3 have no room for whole gradients: they still reduce in each backward, with the same results.
+        """
+        return self.accumulation.no_sync()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale, for `scaled.backward()` instead of `engine.backward(loss)`.
+
+        Its gradients are also divided by the accumulation steps, as in `engine.backward`. Raises StateError: the loss
+        is no scalar with a graph, or there is no optimizer.
+        """
+        return self.scaling.scale(loss)
+
+    # ---- steps -------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the gradients accumulated since the last step."""
+        self.steps.zero_grad(set_to_none)
+
+    def was_step_applied(self) -> bool:
+        """True if the last `step()` changed weights: it was on an accumulation boundary and was not skipped."""
+        return self.steps.was_step_applied()
+
+    def synchronize(self) -> None:
+        """Wait until the last step is complete, later gradients are stored on every tier, and nothing is in flight.
+
+        Raises StorageError: a transfer failed. The next call continues where this one stopped.
+        """
+        self.steps.synchronize()
+
+    def complete_updates(self, what: str, units: Iterable[int] | None = None) -> None:
+        """Wait until these units (None: all) have stored the last step's values.
+
+        Raises StateError: the engine is closed; StorageError: an update failed. `what`: the operation, for the message.
+        """
+        self.steps.complete_updates(what, units)
+
+    def values_of(self, parameter: nn.Parameter, *, to_change: bool = False) -> ParameterValues:
+        """A parameter's exact values, states and gradient after the last step, for `zero.utils.safe_get_full_grad` etc.
+
+        `to_change`: they are going to be replaced, so a background checkpoint is completed first. Raises StateError:
+        the engine is closed, or a forward or backward runs; StorageError: the last step could not be completed.
+        """
+        return self.steps.values_of(parameter, to_change=to_change)
+
+    # ---- offloaded states --------------------------------------------------------------------------
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum | str = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Copy the engine's states from the device to host memory, and free their device memory.
+
+        States that are on the host or on NVMe stay there. The engine brings states back when it needs them, with a line
+        in the log: all of them for a step, a read of values or a save; weights for a forward; weights and gradients for
+        a backward. All ranks call this together.
+
+        Args:
+            include: states to put away, members of `OffloadStateTypeEnum` or their names; None: everything. Masters and
+                optimizer states are stored together: naming one of them moves both.
+            device: cpu; none does nothing.
+            pin_memory: page-lock the host memory, where there is a GPU.
+            non_blocking: no effect: it returns when all is copied, since the device's memory is needed until then.
+
+        Raises:
+            ConfigError: an unknown state or device.
+            StateError: inside forward, backward or `GatheredParameters`, or the engine is closed.
+            BudgetError: the host has no room; nothing has moved.
+            StorageError: the last step could not be completed.
+        """
+        self.offloading.offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back everything that `offload_states` has put away, bit for bit; does nothing if nothing is away.
+
+        Args:
+            non_blocking: no effect: the call returns when all is copied.
+
+        Raises:
+            StateError: the engine is closed.
+            BudgetError: the device has no room; everything that is not back is still on the host.
+        """
+        self.offloading.reload_states(non_blocking)
+
+    @property
+    def offloaded_states(self) -> Kinds:
+        """The states that `offload_states` has put away and that have not come back since."""
+        return self.offloading.offloaded_states
+
+    def state_devices(self, kind: OffloadStateTypeEnum) -> set[torch.device]:
+        """The devices that hold this rank's memory of a kind now; NVMe is not among them."""
+        return self.offloading.state_devices(kind)
+
+    def replan(self) -> bool:
+        """Apply changes of the model now instead of at the next forward. True if there were any.
+
+        Call it before a module is run without the engine's forward (`model.generate`), if its tree has changed.
+
+        All ranks call this together.
+
+        Raises:
+            StateError: inside forward, backward or `GatheredParameters`; or ranks have changed their models
+                differently, or within a step; or there are snapshots.
+            BudgetError: old and new planes do not fit at the same time, during the change; nothing has changed.
+            StorageError: a transfer failed; nothing has changed.
+        """
+        return self.model_changes.replan()
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Inside, the engine's weights are averages, on every tier: to evaluate with, or to save or export.
+
+        They are the moving averages of `ema_decay`, or the averages of AdamWScheduleFree. Both the weights that forward
+        uses and their fp32 masters are replaced; a parameter without an update so far is unchanged. Afterwards the
+        weights have their old bits again. Inside, training, checkpoints, edits and the optimizer's state dict are
+        errors. All ranks call this together.
+
+        Raises:
+            StateError: nothing is averaged; inside forward, backward or `GatheredParameters`; the engine is closed.
+            StorageError: the last step could not be completed, or a transfer failed; the weights are unchanged.
+            BudgetError: there is no room for the masters that are put aside.
+        """
+        return self.averages.averaged_weights()
+
+    # ---- generation --------------------------------------------------------------------------------
+
+    @property
+    def generate(self) -> Callable[..., Any]:
+        """The model's own `generate`, inside `generation()`. Raises AttributeError: the model has none.
+
+        With `hybrid_engine`, as many units as fit into the memory that is free now stay on the device, until a forward
+        with gradients or a step. If ranks fetch together (stage 3), all of them call it.
+        """
+        return self.generations.generate
+
+    def generation(self) -> AbstractContextManager[None]:
+        """Inside, forwards follow each other with the same weights: `model.generate(...)`, or a loop of your own.
+
+        As many units as fit into `stage3_max_live_parameters` (default: into `memory_budget.device`) are fetched once
+        and stay. The rest is streamed for each token; the first units for the next token are prefetched while the last
+        units of this token are in use. If all units fit, a token after the first fetches nothing. At the end they are
+        released. Results are the same inside and outside; nothing else of the engine changes, and training continues
+        as if nothing had been generated. May be nested; a `step()` inside releases the kept units, because it changes
+        their values.
+
+        Raises:
+            StateError: the engine is closed.
+            StorageError: the last step could not be completed.
+        """
+        return self.generations.generation()
+
+    # ---- data --------------------------------------------------------------------------------------
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler[Any] | None = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
+        *,
+        place: tuple[int, int] | None = None,
+    ) -> DataLoader[Any]:
+        """A loader of this rank's micro-batches; DeepSpeed's name and arguments.
+
+        With several ranks the samples of an epoch are divided among them. If the number of samples is no multiple of
+        the ranks, samples from the front are added (or, with `dataloader_drop_last`, the last ones are dropped): a rank
+        with one batch less would leave the others waiting. An incomplete last batch is kept (or dropped, likewise); it
+        has the same size on every rank.
+
+        The loader has `state_dict` and `load_state_dict` (see `ResumableLoader`), except for an IterableDataset.
+        Checkpoints have the position of `engine.training_dataloader` only: if you train on this loader, set it there.
+
+        Args:
+            dataset: with `__getitem__` and `__len__`; with one rank also an IterableDataset.
+            batch_size: number of samples; None: train_micro_batch_size_per_gpu.
+            route: "train" shuffles, "eval" and "predict" keep the order.
+            pin_memory: put batches into pinned memory; only with a GPU.
+            data_sampler: gives this rank's samples in their order; None: its part of all of them.
+            collate_fn: None: the one passed to `zero.initialize`, else torch's.
+            num_local_io_workers: number of processes that load; None: none, the training loop loads.
+            place: (index, count) of the part of the data; None: (this rank, number of ranks).
+
+        Raises:
+            ConfigError: no such route, or data that cannot be divided among the ranks.
+        """
+        return self.loaders.deepspeed_io(
+            dataset, batch_size, route, pin_memory, data_sampler, collate_fn, num_local_io_workers, place=place
+        )
+
+    @property
+    def curriculum_scheduler_legacy(self) -> Any:
+        """The schedule of `curriculum_learning`; None: it is off."""
+        return self.schedules.curriculum_scheduler_legacy
+
+    @property
+    def progressive_layer_drop(self) -> Any:
+        """The schedule of `progressive_layer_drop`; None: it is off."""
+        return self.schedules.progressive_layer_drop
+
+    # ---- values ------------------------------------------------------------------------------------
+
+    def full_parameter(self, name: str) -> torch.Tensor:
+        """A copy of one parameter's weights, in compute dtype, on the host."""
+        return self.values.full_parameter(name)
+
+    def full_master(self, name: str) -> torch.Tensor:
+        """A copy of one parameter's fp32 master, on the host."""
+        return self.values.full_master(name)
+
+    def full_state(self, name: str) -> dict[str, Any]:
+        """Copies of one parameter's states (Adam: `exp_avg`, `exp_avg_sq`; fp32, host), and its `step` count.
+
+        If the optimizer keeps further numbers of a parameter, they are included under their names.
+        """
+        return self.values.full_state(name)
+
+    def named_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, copy of the weights) of every parameter; a tied parameter occurs under each of its names."""
+        return self.values.named_full_parameters()
+
+    # ---- checkpoints -------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything needed to continue, in the form of torch.distributed.checkpoint. All ranks call this.
+
+        It loads at every stage, on every tier, with any number of ranks, and with plain torch. The checkpoint appears
+        complete or not at all, even if the job dies meanwhile.
+
+        Args:
+            save_dir: folder of checkpoints, which all nodes see; the checkpoint is `save_dir/tag`.
+            tag: its name; None: "global_step" and the number of steps taken. An older one of that name is replaced.
+            client_state: any picklable object under any name; `load_checkpoint` returns it. The first rank's counts.
+            save_latest: the file `save_dir/latest` names it from now on.
+            exclude_frozen_parameters: leave out weights that are not trained.
+
+        Returns:
+            True.
+
+        Raises:
+            ConfigError: no folder is named; a bad tag, or ranks have different ones and `checkpoint.tag_validation` is
+                "fail".
+            StorageError: not enough room, or the disk refused; older checkpoints are as they were.
+            StateError: inside forward, backward or `GatheredParameters`; or it failed on another rank.
+        """
+        return self.saves.save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    @property
+    def checkpoint_tools(self) -> Mapping[str, str]:
+        """Name -> text of scripts that are written into the folder of checkpoints."""
+        return self.saves.checkpoint_tools
+
+    @checkpoint_tools.setter
+    def checkpoint_tools(self, value: Mapping[str, str]) -> None:
+        self.saves.checkpoint_tools = value
+
+    @property
+    def files(self) -> Files:
+        """The operations on files with which checkpoints are written."""
+        return self.saves.files
+
+    @files.setter
+    def files(self, value: Files) -> None:
+        self.saves.files = value
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+        allow_pickle: bool | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Continue from a checkpoint of any stage, tier and number of ranks. All ranks call this.
+
+        Everything is checked before a value changes. Collected gradients are dropped.
+
+        Args:
+            load_dir: folder of checkpoints.
+            tag: which; None: the one that `latest` names, or the newest complete one; if it is damaged, the next.
+            load_module_strict: False loads what fits by name.
+            load_optimizer_states: states, step counts, the options of param groups and the loss scale.
+            load_lr_scheduler_states: of `engine.lr_scheduler`.
+            load_module_only: load weights, buffers and extra states of modules; the returned client state is empty.
+            custom_load_fn: not available: must be None.
+            allow_pickle: make objects of any class in the client state and in states of schedulers, loaders and
+                modules, which can run any code that the folder names. False: only plain values, tensors, and what
+                `torch.serialization.add_safe_globals` names. None: as `checkpoint.allow_pickle` says.
+
+        Returns:
+            (the folder, the client state); (None, {}) if there is no checkpoint in `load_dir`.
+
+        Raises:
+            ConfigError: it is damaged, does not fit, or has an object that is not loaded; says what was expected.
+            StorageError: a read failed. Then some values may be the new ones, as after a ConfigError that names a
+                checksum, and every other call is refused until a checkpoint is loaded.
+            StateError: inside forward, backward or `GatheredParameters`.
+        """
+        return self.loads.load_checkpoint(
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+            allow_pickle,
+        )
+
+    def checkpoint_pending(self) -> bool:
+        return self.checkpoint_state.checkpoint_pending()
+
+    def wait_for_checkpoint(self) -> None:
+        """Return once the checkpoint that is being written is complete.
+
+        Raises StorageError: it could not be written; older checkpoints are as they were. Raises StateError: another
+        rank's part could not be written.
+        """
+        self.checkpoint_state.wait_for_checkpoint()
+
+    @property
+    def partially_loaded_folder(self) -> str:
+        """The checkpoint of which only a part has been loaded; "" for none."""
+        return self.checkpoint_state.partially_loaded_folder
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+        max_shard_size: int | str | None = MAX_SHARD_SIZE,
+    ) -> bool:
+        """Write the weights that the model computes with, as files that `from_pretrained` reads.
+
+        All ranks call this, the first one writes. Only a few blocks are in memory at a time. Tied parameters are
+        stored once, under their first name; buffers are stored as in a state dict. Files of an earlier model of that
+        name in the folder are replaced once the new ones are complete.
+
+        Args:
+            save_dir: made if it is not there.
+            save_filename: of the file, or of the index. A name that ends in .bin, .pt or .pth ("pytorch_model.bin")
+                makes archives of torch.save, which hold tied parameters under all their names.
+            exclude_frozen_parameters: leave out weights that are not trained.
+            max_shard_size: bytes of a file, or text such as "5GB"; None: one file.
+
+        Returns:
+            True; False if nothing was written, since at stage 3 `stage3_gather_16bit_weights_on_model_save` is off.
+
+        Raises:
+            StateError: inside forward, backward or `GatheredParameters`.
+            StorageError: a transfer failed or the disk has no room; the folder has no new model.
+        """
+        return self.weights_out.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters, max_shard_size)
+
+    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors") -> bool:
+        """DeepSpeed's old name of `save_16bit_model`."""
+        return self.weights_out.save_fp16_model(save_dir, save_filename)
+
+    def save_fp32_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+        max_shard_size: int | str | None = MAX_SHARD_SIZE,
+    ) -> bool:
+        """Like `save_16bit_model`, but writes the exact fp32 masters.
+
+        Weights that are not trained are widened; quantised codes are unchanged. Returns True.
+        """
+        return self.weights_out.save_fp32_model(save_dir, save_filename, exclude_frozen_parameters, max_shard_size)
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        """The model's own state dict, without offloaded or sharded values; see `_zero3_consolidated_16bit_...`."""
+        return self.weights_out.module_state_dict(destination, prefix, keep_vars, exclude_frozen_parameters)
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> OrderedDict[str, torch.Tensor] | None:
+        """A state dict of copies in host memory, on the first rank; None on others. All ranks call this.
+
+        Tied parameters are one tensor under each of their names. Works at any stage. Raises StateError: inside forward,
+        backward or `GatheredParameters`; StorageError: a transfer failed, on any rank.
+        """
+        return self.weights_out._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> OrderedDict[str, torch.Tensor] | None:
+        """DeepSpeed's name of `_zero3_consolidated_16bit_state_dict` that does not depend on the stage."""
+        return self.weights_out._consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    # ---- snapshots ---------------------------------------------------------------------------------
+
+    def save_snapshot(self) -> int:
+        """Commit a snapshot now, independently of `every`, and return its step. All ranks call this together.
+
+        Raises:
+            StateError: there is no snapshot block, or gradients have been collected since the last step.
+            StorageError: it could not be written; the previous snapshot stays valid.
+        """
+        return self.snapshots.save_snapshot()
+
+    def load_snapshot(self) -> int | None:
+        """Resume from the last committed snapshot; all ranks call this together.
+
+        It restores the state after that step: weights, states, counters, hyper-parameters, the scheduler, random
+        numbers, buffers. Gradients that were collected since then are discarded. Everything is read and compared with
+        its checksums; only data that lives in memory is copied.
+
+        Returns:
+            The snapshot's step; None: there is no snapshot yet, and nothing has changed.
+
+        Raises:
+            StateError: there is no snapshot block, it is called inside forward, backward or `GatheredParameters`, or
+                the param groups differ; nothing has been read.
+            StorageError: a part of it cannot be read, or is damaged; the engine's values are useless then.
+            ConfigError: this happened on another rank.
+        """
+        return self.snapshots.load_snapshot()
+
+    # ---- reports -----------------------------------------------------------------------------------
+
+    @property
+    def monitor(self) -> Monitors:
+        """Writes metrics to the configured services."""
+        return self.reports.monitor
+
+    def statistics(self) -> Statistics:
+        """Statistics of the run so far."""
+        return self.reports.statistics()
+
+    def seconds_so_far(self) -> dict[str, float]:
+        """Seconds that the loop has spent, by `TIMES`."""
+        return self.reports.seconds_so_far()
+
+    def log_summary(self) -> dict[str, dict[str, int]]:
+        """Log the traffic of collectives on this rank so far, and return it: purpose -> calls, elements, bytes.
+
+        With `comms_logger` and its `prof_all` false, only the names in `prof_ops`.
+        """
+        return self.reports.log_summary()
+
+    @property
+    def flops_profiler(self) -> FlopsProfiler:
+        """The result of `flops_profiler`: `flops`, `macs` and `params`; 0 before it has run, and on other ranks."""
+        return self.reports.flops_profiler
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of the last step, by `TIMES`; empty without `wall_clock_breakdown`."""
+        return self.reports.get_wall_clock_timers()
+
+    # ---- DeepSpeed's calls -------------------------------------------------------------------------
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The given dict, with values for "auto" and the stage. The model's config is `engine.module.config`."""
+        return self.calls.config
+
+    @property
+    def optimizer(self) -> Any:
+        """The second result of `initialize`: the optimizer; None if nothing trains (but see `hooks_for_optimizer`)."""
+        return self.calls.optimizer
+
+    @property
+    def parameter_offload(self) -> ParameterOffload | None:
+        """The handle on the hooks, at stage 3."""
+        return self.calls.parameter_offload
+
+    @property
+    def hooks_for_optimizer(self) -> bool:
+        """`optimizer` is that handle if nothing is trained, as in DeepSpeed."""
+        return self.calls.hooks_for_optimizer
+
+    @hooks_for_optimizer.setter
+    def hooks_for_optimizer(self, value: bool) -> None:
+        self.calls.hooks_for_optimizer = value
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples per step; the number of micro-batches changes, their size stays.
+
+        Raises ConfigError: it is no multiple of the samples in one micro-batch of every rank.
+        """
+        self.calls.set_train_batch_size(train_batch_size)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples per forward on one rank; the number of micro-batches stays.
+
+        Raises ConfigError: not positive.
+        """
+        self.calls.set_train_micro_batch_size(micro_batch_size)
+
+    def set_gradient_accumulation_steps(self, steps: int) -> None:
+        """Change the micro-batches per step; the size of each stays. Raises ConfigError: not positive."""
+        self.calls.set_gradient_accumulation_steps(steps)
+
+    def get_global_grad_norm(self) -> float | None:
+        """2-norm of the gradients of the last step, before clipping; None before the first."""
+        return self.calls.get_global_grad_norm()
+
+    def set_lr(self, lr: float) -> None:
+        """Give every param group this learning rate."""
+        self.calls.set_lr(lr)
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each param group."""
+        return self.calls.get_lr()
+
+    def get_mom(self) -> list[Any]:
+        """The betas or the momentum of each param group."""
+        return self.calls.get_mom()
+
+    def empty_partition_cache(self) -> None:
+        """Release every gathered weight that is not in use; a later forward fetches it again.
+
+        Raises StateError: the engine is closed, or a forward or backward is running.
+        """
+        self.calls.empty_partition_cache()
+
+    def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **more: Any) -> None:
+        """Have torch compile the model in place, as `engine.module.compile(backend=backend, **compile_kwargs)`.
+
+        Raises ConfigError: `schedule` or `compiled_autograd_enabled`: DeepCompile is not available.
+        """
+        self.calls.compile(backend, compile_kwargs, **more)
+
+    @property
+    def is_compiled(self) -> bool:
+        """True once `compile` was called."""
+        return self.calls.is_compiled
+
     # ---- end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -455,44 +1106,3 @@ class ZeroEngine(ConfigGetters, nn.Module):
             if "module" in modules and name != "module":
                 return getattr(modules["module"], name)
             raise
-
-
-# (the engine's attribute that holds the collaborator, its class) -> the engine's names that are forwarded to it.
-ANSWERS: dict[tuple[str, type], str] = {
-    ("run", Run): """
-        device collectives activations scaler updater lr_scheduler global_steps global_samples skipped_steps collate_fn
-        training_dataloader data_position
-    """,
-    ("accumulation", Accumulation): """
-        micro_steps is_gradient_accumulation_boundary set_gradient_accumulation_boundary no_sync
-    """,
-    ("scaling", LossScaling): "scale",
-    ("steps", EngineSteps): "zero_grad was_step_applied synchronize complete_updates values_of",
-    ("offloading", OffloadStates): "offload_states reload_states offloaded_states state_devices",
-    ("model_changes", ModelChanges): "replan",
-    ("averages", AveragedWeights): "averaged_weights",
-    ("generations", Generation): "generate generation",
-    ("loaders", Loaders): "deepspeed_io",
-    ("schedules", ForwardSchedules): "curriculum_scheduler_legacy progressive_layer_drop",
-    ("values", Values): "full_parameter full_master full_state named_full_parameters",
-    ("saves", SaveCheckpoints): "save_checkpoint checkpoint_tools files",
-    ("loads", LoadCheckpoints): "load_checkpoint",
-    ("checkpoint_state", CheckpointState): "checkpoint_pending wait_for_checkpoint partially_loaded_folder",
-    ("weights_out", ExportWeights): """
-        save_16bit_model save_fp16_model save_fp32_model module_state_dict _zero3_consolidated_16bit_state_dict
-        _consolidated_16bit_state_dict
-    """,
-    ("snapshots", SnapshotCalls): "save_snapshot load_snapshot",
-    ("reports", Reports): """
-        monitor statistics seconds_so_far log_summary flops_profiler get_wall_clock_timers
-    """,
-    ("calls", ClientCalls): """
-        config optimizer parameter_offload hooks_for_optimizer set_train_batch_size set_train_micro_batch_size
-        set_gradient_accumulation_steps get_global_grad_norm set_lr get_lr get_mom empty_partition_cache compile
-        is_compiled
-    """,
-}
-
-for (_part, _kind), _names in ANSWERS.items():
-    for _name in _names.split():
-        setattr(ZeroEngine, _name, answered_by(_part, _kind, _name))

@@ -38,11 +38,7 @@ class Generation:
 
     @property
     def generate(self) -> Callable[..., Any]:
-        """The model's own `generate`, inside `generation()`. Raises AttributeError: the model has none.
-
-        With `hybrid_engine`, as many units as fit into the memory that is free now stay on the device, until a forward
-        with gradients or a step. If ranks fetch together (stage 3), all of them call it.
-        """
+        """See `ZeroEngine.generate`."""
         generate: Callable[..., Any] = self._run.module.generate  # type: ignore[assignment]
         block = self._run.config.hybrid_engine
 
@@ -59,19 +55,7 @@ class Generation:
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Inside, forwards follow each other with the same weights: `model.generate(...)`, or a loop of your own.
-
-        As many units as fit into `stage3_max_live_parameters` (default: into `memory_budget.device`) are fetched once
-        and stay. The rest is streamed for each token; the first units for the next token are prefetched while the last
-        units of this token are in use. If all units fit, a token after the first fetches nothing. At the end they are
-        released. Results are the same inside and outside; nothing else of the engine changes, and training continues
-        as if nothing had been generated. May be nested; a `step()` inside releases the kept units, because it changes
-        their values.
-
-        Raises:
-            StateError: the engine is closed.
-            StorageError: the last step could not be completed.
-        """
+        """See `ZeroEngine.generation`."""
         with self._generation(0, keep_for_next=False):
             yield
 

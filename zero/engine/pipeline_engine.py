@@ -19,7 +19,7 @@ from offload.errors import ConfigError, StateError, ZeroInfinityError
 from zero.config import Config
 from zero.config.engine_block import Pipeline
 from zero.data.resumable import EpochSampler, RepeatingLoader
-from zero.engine.engine import ANSWERS, ZeroEngine
+from zero.engine.engine import ZeroEngine
 from zero.engine.micro_batches import next_batch
 from zero.exchange.all_ranks import AllRanks
 from zero.exchange.pipeline_collectives import PipelineCollectives
@@ -45,9 +45,6 @@ REFUSED = {
 
 LOSS = ""
 """The name of the loss among further losses."""
-
-ANSWERED = frozenset(name for names in ANSWERS.values() for name in names.split())
-"""Names of ZeroEngine that one of its parts has."""
 
 
 class PipelineError(StateError):
@@ -381,8 +378,8 @@ class PipelineEngine:
         raise _refusal("forward")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What the stage's engine passes on to its parts is set there."""
-        if name in ANSWERED and "_engine" in self.__dict__:
+        """A name that only the stage's engine has is set there."""
+        if "_engine" in self.__dict__ and hasattr(ZeroEngine, name) and not hasattr(PipelineEngine, name):
             setattr(self._engine, name, value)
         else:
             super().__setattr__(name, value)

@@ -220,32 +220,30 @@ class Reports(StepListener):
             self._autotuning_run.on_step_end()
 
     def seconds_so_far(self) -> dict[str, float]:
-        """Seconds that the loop has spent, by `TIMES`."""
+        """See `ZeroEngine.seconds_so_far`."""
         waited = self._run.parts.storage.io_loop.exposed_wait.seconds
         times = self.forward.seconds, self.backward.seconds, self._steps.stopwatch.seconds, waited
         return dict(zip(TIMES, times, strict=True))
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Milliseconds of the last step, by `TIMES`; empty without `wall_clock_breakdown`."""
+        """See `ZeroEngine.get_wall_clock_timers`."""
         if self._reporter is None or not self._run.config.wall_clock_breakdown:
             return {}
         return {name: 1e3 * seconds for name, seconds in self._reporter.times.items()}
 
     @property
     def flops_profiler(self) -> FlopsProfiler:
-        """The result of `flops_profiler`: `flops`, `macs` and `params`; 0 before it has run, and on other ranks."""
+        """See `ZeroEngine.flops_profiler`."""
         profiler = FlopsProfiler(self._run.module)
         profiler.profile = None if self._forward_profiler is None else self._forward_profiler.profile
         return profiler
 
     def log_summary(self) -> dict[str, dict[str, int]]:
-        """Log the traffic of collectives on this rank so far, and return it: purpose -> calls, elements, bytes.
-
-        With `comms_logger` and its `prof_all` false, only the names in `prof_ops`.
-        """
+        """See `ZeroEngine.log_summary`."""
         run, exchange = self._run, self._run.collectives
         if not run.closed:
-            run.parts.coordinator.wait_for_prefetches()  # transfers in flight may be counted on one rank and not yet on another
+            # Transfers in flight may be counted on one rank and not yet on another.
+            run.parts.coordinator.wait_for_prefetches()
         block, moved = run.config.comms_logger, exchange.traffic()
         names = sorted(moved) if block is None or block.prof_all else [n for n in block.prof_ops if n in moved]
         summary = {
@@ -263,7 +261,7 @@ class Reports(StepListener):
         return summary
 
     def statistics(self) -> Statistics:
-        """Statistics of the run so far."""
+        """See `ZeroEngine.statistics`."""
         run, parts = self._run, self._run.parts
         counters, storage, names = parts.coordinator.counters, parts.storage, [unit.name for unit in parts.layout.units]
         disk, kept = storage.disk, storage.activations

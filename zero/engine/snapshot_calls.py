@@ -91,12 +91,7 @@ class SnapshotCalls:
         self._run, self._steps, self._accumulation, self._listener = run, steps, accumulation, listener
 
     def save_snapshot(self) -> int:
-        """Commit a snapshot now, independently of `every`, and return its step. All ranks call this together.
-
-        Raises:
-            StateError: there is no snapshot block, or gradients have been collected since the last step.
-            StorageError: it could not be written; the previous snapshot stays valid.
-        """
+        """See `ZeroEngine.save_snapshot`."""
         snapshots, parts = self._ready_snapshots("save_snapshot"), self._run.parts
         if parts.has_gradients:
             raise StateError(
@@ -111,21 +106,7 @@ class SnapshotCalls:
         return self._run.global_steps
 
     def load_snapshot(self) -> int | None:
-        """Resume from the last committed snapshot; all ranks call this together.
-
-        It restores the state after that step: weights, states, counters, hyper-parameters, the scheduler, random
-        numbers, buffers. Gradients that were collected since then are discarded. Everything is read and compared with
-        its checksums; only data that lives in memory is copied.
-
-        Returns:
-            The snapshot's step; None: there is no snapshot yet, and nothing has changed.
-
-        Raises:
-            StateError: there is no snapshot block, it is called inside forward, backward or `GatheredParameters`, or
-                the param groups differ; nothing has been read.
-            StorageError: a part of it cannot be read, or is damaged; the engine's values are useless then.
-            ConfigError: this happened on another rank.
-        """
+        """See `ZeroEngine.load_snapshot`."""
         snapshots, run = self._ready_snapshots("load_snapshot"), self._run
         if snapshots.committed_step is None:
             return None

@@ -30,18 +30,15 @@ class Values:
         self._run, self._steps = run, steps
 
     def full_parameter(self, name: str) -> torch.Tensor:
-        """A copy of one parameter's weights, in compute dtype, on the host."""
+        """See `ZeroEngine.full_parameter`."""
         return self._store_after_update(name).weights(name)
 
     def full_master(self, name: str) -> torch.Tensor:
-        """A copy of one parameter's fp32 master, on the host."""
+        """See `ZeroEngine.full_master`."""
         return self._store_after_update(name).master(name)
 
     def full_state(self, name: str) -> dict[str, Any]:
-        """Copies of one parameter's states (Adam: `exp_avg`, `exp_avg_sq`; fp32, host), and its `step` count.
-
-        If the optimizer keeps further numbers of a parameter, they are included under their names.
-        """
+        """See `ZeroEngine.full_state`."""
         keeper, updater = self._store_after_update(name), self._run.updater
         if updater is None:
             return {**keeper.moments(name), "step": 0}
@@ -52,7 +49,7 @@ class Values:
         return {**updater.visible_states(key, states), **numbers, "step": updater.step_counts.get(key, 0)}
 
     def named_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, copy of the weights) of every parameter; a tied parameter occurs under each of its names."""
+        """See `ZeroEngine.named_full_parameters`."""
         self._steps.complete_updates("reading parameters")
         return self._run.parts.parameter_store.named_weights()
 
