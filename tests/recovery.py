@@ -203,7 +203,7 @@ def interrupted_in_hold(engine: Any, fault: AioFault | None = None) -> Iterator[
 
 
 def interrupted_while_waiting(engine: Any, action: Callable[[], Any]) -> None:
-    """Interrupt `action` while it waits for updates of the last step, which `STABLE_BOXES` holds; they go on afterwards.
+    """Interrupt `action` while it waits for updates of the last step, which `STABLE_BOXES` holds; they continue then.
 
     What cleans up after the interrupt may wait too, but not for the last record.
     """
@@ -216,7 +216,7 @@ def interrupted_while_waiting(engine: Any, action: Callable[[], Any]) -> None:
 
 @contextmanager
 def held_until_awaited(engine: Any) -> Iterator[None]:
-    """Inside, transfers that `STABLE_BOXES` holds go on once the training thread waits for the I/O loop; it must wait."""
+    """Inside, transfers that `STABLE_BOXES` holds go on once the training thread waits for the I/O loop: it must."""
     mover, waits = mover_of(engine), list[str]()
     block = mover.wait_for
 

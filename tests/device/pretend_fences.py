@@ -244,7 +244,8 @@ REMOVALS = (
         "staging is reused before new weights are delivered",
         "zero/optim/sub_group_pipeline.py",
         "streams.wait_events(\n"
-        "                    streams.copy_to_device(target, weight.bytes, *delivery.events, streams.record_event())\n                )",
+        "                    streams.copy_to_device(target, weight.bytes, *delivery.events, streams.record_event())\n"
+        "                )",
         "streams.copy_to_device(target, weight.bytes, *delivery.events, streams.record_event())",
         (*D, "plain:nvme-none", "plain:cpu-none", "states_half_on_the_device:nvme-nvme"),
     ),

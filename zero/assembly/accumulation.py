@@ -75,8 +75,8 @@ class Accumulation:
         agreed = run.parts.backward_watch.is_torn and not run.parts.collectives.placement.is_single_rank
         if self.collected_micro_batches and not beside and not agreed:
             raise StateError(
-                f"{what}: {self.collected_micro_batches} micro-batches of this step have already been run one by one with "
-                "forward and backward; run the rest of them in the same way, or call zero_grad() to discard them"
+                f"{what}: {self.collected_micro_batches} micro-batches of this step have already been run one by one "
+                "with forward and backward; run the rest of them in the same way, or call zero_grad() to discard them"
             )
         self.begin_step()
 

@@ -49,9 +49,6 @@ OTHER_OPTIMIZER_ADVICE = "train with the optimizer that was saved, or pass load_
 SmallStates = dict[str, dict[str, torch.Tensor]]  # Name of a parameter -> its small states, by name.
 Numbers = dict[int, dict[str, torch.Tensor]]  # id(parameter) -> the numbers that belong to its states, by name.
 
-# (objects, this rank's state, this or else the first rank's state, what to load, numbers, small states).
-Checked = tuple["_LoadedObjects", dict[str, Any] | None, dict[str, Any] | None, "LoadPlan", Numbers, SmallStates]
-
 
 class LoadPlan:
     """Maps values of a source to parameters; checked before a value changes.
@@ -315,6 +312,18 @@ class _LoadedObjects:
     position: Any = None  # In the data.
 
 
+@dataclass(frozen=True, slots=True)
+class _CheckedLoad:
+    """What a load is going to do, after all of it was checked."""
+
+    objects: _LoadedObjects
+    own_state: dict[str, Any] | None  # This rank's.
+    nearest_state: dict[str, Any] | None  # This rank's, or else the first rank's.
+    plan: LoadPlan
+    numbers: Numbers
+    small_states: SmallStates
+
+
 class LoadCheckpoints:
     """Loads checkpoints into one engine.
 
@@ -413,44 +422,23 @@ class LoadCheckpoints:
         only_module: bool,
         allow_pickle: bool | None,
     ) -> _LoadedObjects:
-        run, parts, updater = self._run, self._run.parts, self._run.updater if states else None
-        state, source = opened.state, opened.source
+        parts, updater = self._run.parts, self._run.updater if states else None
         with report_read_errors(opened.folder):
-            other_stage_names, state = select_stage_state(state, parts)
-        trusted = run.config.checkpoint.allow_pickle if allow_pickle is None else allow_pickle
+            other_stage_names, state = select_stage_state(opened.state, parts)
 
-        def check() -> Checked:
-            own_state = None if only_module else opened.rank_state(parts.collectives.world.placement.rank)
-            # If fewer ranks have saved, the first rank's state (the position in the data) is used for the others.
-            nearest_state = own_state if own_state is not None or only_module else opened.rank_state(0)
-            objects = _read_objects(opened, own_state, nearest_state, parts, only_module=only_module, trusted=trusted)
+        def check() -> _CheckedLoad:
             left_out = not state["has_frozen"]
             plan = LoadPlan(
-                source,
+                opened.source,
                 parts,
                 strict=strict,
                 optimizer=updater,
                 excludes_frozen=left_out,
                 other_stage_names=other_stage_names,
             )
-            if updater is not None:
-                check_groups(updater, state["groups"], parts.names, "load_checkpoint", "the checkpoint")
-            if state["accumulating"] is not None and not only_module:
-                check_accumulated(parts, state["accumulating"], own_state and own_state["accumulated"])
-                self._check_scale(state.get("loss_scaler"), goes_on=updater is not None)
-                self._check_accumulation_steps(int(state["config"]["gradient_accumulation_steps"]))
-            numbers = plan.read_numbers(updater)
-            return (
-                objects,
-                own_state,
-                nearest_state,
-                plan,
-                numbers,
-                {} if updater is None else plan.read_small_states(numbers, updater),
-            )
+            return self._check(opened, state, plan, updater, only_module=only_module, allow_pickle=allow_pickle)
 
-        checked = report_read_errors(opened.folder)(check)
-        objects, own_state, nearest_state, plan, numbers, small = together.run_on_all("checking a checkpoint", checked)
+        checked = together.run_on_all("checking a checkpoint", report_read_errors(opened.folder)(check))
         if state["frozen_sums"]:
             sums = frozen_sums(parts)
             together.run_on_all(
@@ -458,32 +446,68 @@ class LoadCheckpoints:
             )
         self._steps.discard_gradients()
         self._steps.prepare_rewrite()
+        self._load_values(opened, checked, together)
+        if updater is not None:
+            self._restore_optimizer(updater, checked, state)
+        if not only_module:
+            own = checked.own_state is not None
+            restore = partial(
+                _restore_run_state, self._run, state, checked.nearest_state, checked.objects.position, own=own
+            )
+            together.run_on_all("going on from a checkpoint", restore)
+        self._gather_weights()
+        self._log_loaded(opened, only_module=only_module)
+        return checked.objects
+
+    def _check(
+        self,
+        opened: OpenCheckpoint,
+        state: dict[str, Any],
+        plan: LoadPlan,
+        updater: ZeroOptimizer | None,
+        *,
+        only_module: bool,
+        allow_pickle: bool | None,
+    ) -> _CheckedLoad:
+        """Check everything before a value changes. Raises ConfigError, StorageError."""
+        run, parts = self._run, self._run.parts
+        trusted = run.config.checkpoint.allow_pickle if allow_pickle is None else allow_pickle
+        own_state = None if only_module else opened.rank_state(parts.collectives.world.placement.rank)
+        # If fewer ranks have saved, the first rank's state (the position in the data) is used for the others.
+        nearest_state = own_state if own_state is not None or only_module else opened.rank_state(0)
+        objects = _read_objects(opened, own_state, nearest_state, parts, only_module=only_module, trusted=trusted)
+        if updater is not None:
+            check_groups(updater, state["groups"], parts.names, "load_checkpoint", "the checkpoint")
+        if state["accumulating"] is not None and not only_module:
+            check_accumulated(parts, state["accumulating"], own_state and own_state["accumulated"])
+            self._check_scale(state.get("loss_scaler"), goes_on=updater is not None)
+            self._check_accumulation_steps(int(state["config"]["gradient_accumulation_steps"]))
+        numbers = plan.read_numbers(updater)
+        small_states = {} if updater is None else plan.read_small_states(numbers, updater)
+        return _CheckedLoad(objects, own_state, nearest_state, plan, numbers, small_states)
+
+    def _load_values(self, opened: OpenCheckpoint, checked: _CheckedLoad, together: AllRanks) -> None:
+        parts, plan, own_state = self._run.parts, checked.plan, checked.own_state
 
         def fill() -> None:
             plan.load()
             if own_state is not None and own_state["accumulated"] is not None:
-                load_accumulated(parts, own_state["accumulated"], source)
-            set_extra_states(parts.model, objects.extra_states)
+                load_accumulated(parts, own_state["accumulated"], opened.source)
+            set_extra_states(parts.model, checked.objects.extra_states)
 
         with self._state.loading(str(opened.folder), plan.replaced_names(), everything=plan.is_everything):
             try:
                 together.run_on_all("loading a checkpoint", fill)
             finally:
                 parts.coordinator.on_rewrite()
-        if updater is not None:
-            for key, saved in numbers.items():
-                updater.set_numbers(key, saved)
-            updater.load_small(small, {key: name for key, name in parts.names.items() if key in numbers})
-            restore_groups(updater, state["groups"])
-            run.scaler.load_state_dict(state.get("loss_scaler"))
-        if not only_module:
-            restore = partial(
-                _restore_run_state, run, state, nearest_state, objects.position, own=own_state is not None
-            )
-            together.run_on_all("going on from a checkpoint", restore)
-        self._gather_weights()
-        self._log_loaded(opened, only_module=only_module)
-        return objects
+
+    def _restore_optimizer(self, updater: ZeroOptimizer, checked: _CheckedLoad, state: dict[str, Any]) -> None:
+        names = self._run.parts.names
+        for key, saved in checked.numbers.items():
+            updater.set_numbers(key, saved)
+        updater.load_small(checked.small_states, {key: name for key, name in names.items() if key in checked.numbers})
+        restore_groups(updater, state["groups"])
+        self._run.scaler.load_state_dict(state.get("loss_scaler"))
 
     def _gather_weights(self) -> None:
         """Gather what only all ranks together can gather; later one rank may evaluate alone."""
