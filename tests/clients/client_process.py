@@ -108,6 +108,11 @@ class Clients:
             answer = process.stdout.readline()
         except BrokenPipeError:
             answer = ""
+        except BaseException:  # such as a time limit: a later call would read this call's answer as its own
+            process.kill()
+            process.wait()
+            self._process = None
+            raise
         if not answer:
             raise ClientError(f"the clients' process has ended with {process.wait()}")
         if answer.strip() != "ok":

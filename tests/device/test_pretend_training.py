@@ -6,7 +6,7 @@ import pytest
 from pretend_groups import TRAINING, by_default
 from pretend_process import all_of, wrong
 
-pytestmark = [pytest.mark.broad, pytest.mark.timeout(600)]  # the first of them waits for all scenarios
+pytestmark = [pytest.mark.broad, pytest.mark.timeout(1800)]  # the first of them waits for all scenarios
 
 
 @pytest.mark.parametrize("group", TRAINING)

@@ -76,7 +76,7 @@ def test_it_can_be_closed_on_its_own_thread(monkeypatch: pytest.MonkeyPatch) -> 
 
     class Late(LinearPool):
         @property
-        def faultable(self) -> torch.Tensor | None:
+        def unfaulted_data(self) -> torch.Tensor | None:
             ready.wait(60)
             return super().unfaulted_data
 

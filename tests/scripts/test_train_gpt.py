@@ -55,7 +55,7 @@ def train(folder: Path, offload: str) -> Run:
     ]
     # The root is what an installation would put on the path; the suite also runs from a plain checkout.
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=800)
     assert done.returncode == 0, done.stderr
     assert "evaluation" in done.stderr and "100%" in done.stderr
     return Run(folder, json.loads((folder / "figures.json").read_text()), done.stdout)
