@@ -509,3 +509,41 @@ def test_every_smoke_of_the_clients_is_a_test_of_its_file() -> None:
     for stem, names in ast.literal_eval(assigned["SMOKES"]).items():
         text = (folder / f"{stem}.py").read_text()
         assert [name for name in names if f"def {name}(" not in text] == [], stem
+
+
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+PRIVATE_WORDS = frozenset(
+    "turns told fate naps census ticket tickets fence fences keeper keepers slab held seen lent course mover".split()
+)
+"""Words with which this code once spoke to itself; the field's are in docs/architecture.md."""
+PARTICIPLES = re.compile(
+    r"_?(taken|told|made|held|kept|bound|given|passed|arrived|adopted|rewritten|stored|changed|counted|begun|released"
+    r"|modified|named|written|returned|called|forgotten|settled|closed|renewed|touched|asked|reached|seen|known|used"
+    r"|lent|sealed|applied|owned|gathered|explained|replaced|moved|borrowed)"
+)
+
+
+def names_given(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Names that the code gives, and whether each is a function's."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name, True
+        elif isinstance(node, ast.ClassDef):
+            yield node.name, False
+        elif isinstance(node, ast.arg):
+            yield node.arg, False
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, False
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, False
+
+
+@for_every(LAYERED)
+def test_names_are_the_fields_words_and_no_function_is_a_participle(path: Path) -> None:
+    private = set()
+    for name, is_function in names_given(tree_of(path)):
+        if PRIVATE_WORDS.intersection(word.lower() for word in WORD.findall(name)):
+            private.add(name)
+        if is_function and PARTICIPLES.fullmatch(name):
+            private.add(name)
+    assert private == set()

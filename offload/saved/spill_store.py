@@ -103,7 +103,7 @@ class SpillStore:
             for begin in range(0, source.numel(), PIECE_BYTES):
                 piece = SpilledPiece(begin, min(begin + PIECE_BYTES, source.numel()), None)
                 pieces.append(piece)
-                piece.block = self._allocate(piece)
+                piece.block = self._allocate_block(piece)
                 last = piece.end == source.numel()
                 part = source[piece.begin : piece.end]
                 self._copy_out(piece, piece.block, part, on_copied if last else _ignore)
@@ -140,7 +140,7 @@ class SpillStore:
         try:
             for index, piece in enumerate(pieces):
                 if not self._is_loaded(piece):
-                    self._start_read(piece, self._allocate(piece))
+                    self._start_read(piece, self._allocate_block(piece))
                 self.prefetch([*pieces[index + 1 :], *upcoming])
                 event = self._copy_back(piece, target[piece.begin : piece.end], before)
         except BaseException:
@@ -238,7 +238,7 @@ class SpillStore:
             piece.event = None
         return block.data[: piece.nbytes]
 
-    def _allocate(self, piece: SpilledPiece) -> Block:
+    def _allocate_block(self, piece: SpilledPiece) -> Block:
         nbytes = align_up(piece.nbytes, PAGE_BYTES)
         self.free_finished()
         while (block := self.memory.try_allocate(nbytes)) is None:

@@ -70,10 +70,10 @@ class Accumulation:
         """Begin a step whose micro-batches all follow. Raises StateError: backward has run for some of them."""
         run = self._run
         # A gradient beside a batch of one micro-batch, of a penalty for example, is added to the batch's.
-        beside = run.config.gradient_accumulation_steps == 1 and not self.micro_step_index
+        single_call = run.config.gradient_accumulation_steps == 1 and not self.micro_step_index
         # A backward has torn on one of several ranks: all of them refuse the step together.
         agreed = run.parts.backward_watch.is_torn and not run.parts.collectives.placement.is_single_rank
-        if self.collected_micro_batches and not beside and not agreed:
+        if self.collected_micro_batches and not single_call and not agreed:
             raise StateError(
                 f"{what}: {self.collected_micro_batches} micro-batches of this step have already been run one by one "
                 "with forward and backward; run the rest of them in the same way, or call zero_grad() to discard them"
@@ -86,11 +86,11 @@ class Accumulation:
 
         `discard_gradients`: None if other ranks have a part in the gradients; the next step is refused on all ranks.
         """
-        begun = self._run.micro_steps
+        first_micro_step = self._run.micro_steps
         try:
             yield
         except BaseException:
-            self._run.micro_steps = begun
+            self._run.micro_steps = first_micro_step
             if discard_gradients is not None:
                 with suppress(StorageError):  # the next call raises it again
                     discard_gradients()

@@ -55,13 +55,13 @@ class DeviceMemory:
     def device_bytes(self, kinds: Iterable[OffloadStateTypeEnum]) -> int:
         """Bytes of these kinds that are on the device and can be put away."""
         whole = self._storage.unreduced_gradients.allocated_bytes if GRADIENTS in kinds else 0
-        pools = sum(arena.reserved_bytes for _, arena in self._pools_of(kinds))
+        pools = sum(pool.reserved_bytes for _, pool in self._pools_of(kinds))
         return whole + pools + sum(region.nbytes for region in self._regions(kinds, away=False))
 
     def devices(self, kind: OffloadStateTypeEnum) -> set[torch.device]:
         """The devices that hold memory of a kind now; NVMe is not among them."""
         found = {memory.device for memory in self._memories(kind) if memory.numel()}
-        return found | {self._storage.device for _, arena in self._pools_of([kind]) if arena.reserved_bytes}
+        return found | {self._storage.device for _, pool in self._pools_of([kind]) if pool.reserved_bytes}
 
     def offload(self, kinds: Iterable[OffloadStateTypeEnum], *, pinned: bool) -> None:
         """Put these kinds away; nothing is in flight, and no unit of moved weights is bound.
@@ -78,10 +78,10 @@ class DeviceMemory:
         self._unreduced_gradients.update(self._run.parts.gradients.free_pool_memory(drop_unreduced=whole))
         if whole:
             storage.unreduced_gradients.free_unused()
-        for kind, arena in self._pools_of(kinds):
-            if arena.reserved_bytes and not arena.used_bytes:
-                self._freed_pools[kind] = arena
-                arena.free_memory()
+        for kind, pool in self._pools_of(kinds):
+            if pool.reserved_bytes and not pool.used_bytes:
+                self._freed_pools[kind] = pool
+                pool.free_memory()
         for region in regions:
             storage.relocate(region.move_to_host(pinned=pinned))
         empty_cache(storage.device)
@@ -147,12 +147,12 @@ class DeviceMemory:
     def _memories(self, kind: OffloadStateTypeEnum) -> list[torch.Tensor]:
         storage, more = self._storage, list[torch.Tensor]()
         if kind == WEIGHTS:
-            planes, more = storage.weights, list(storage.secondary_shards.values())
+            arrays, more = storage.weights, list(storage.secondary_shards.values())
         elif kind in OPTIMIZER_STATES:
-            planes = [plane for plane in storage.state_arrays if plane is not None]
+            arrays = [array for array in storage.state_arrays if array is not None]
         else:
-            planes = list(storage.gradient_arrays) if kind == GRADIENTS else []
-        return [home.memory for plane in planes for home in plane.homes if home.memory is not None] + more
+            arrays = list(storage.gradient_arrays) if kind == GRADIENTS else []
+        return [home.memory for array in arrays for home in array.homes if home.memory is not None] + more
 
     def _pools_of(self, kinds: Iterable[OffloadStateTypeEnum]) -> list[tuple[OffloadStateTypeEnum, BlockPool]]:
         storage = self._storage
@@ -173,8 +173,8 @@ class DeviceMemory:
     def _wait_for_device(self) -> None:
         """Wait for all its streams: they may still use memory that is freed or was just allocated."""
         streams = self._storage.streams
-        given = streams.record_event(), streams.record_copy_event(), streams.record_update_event()
-        self._storage.io_loop.run("waiting for the device", streams.synchronize(*given))
+        events = streams.record_event(), streams.record_copy_event(), streams.record_update_event()
+        self._storage.io_loop.run("waiting for the device", streams.synchronize(*events))
         synchronize(self._storage.device)
 
 

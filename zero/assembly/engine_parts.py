@@ -260,8 +260,8 @@ class EngineParts:
             return _read_model(parameter, begin, end, state)
 
         slices = [index - placement.shard_index for index in range(placement.shard_size)]
-        given = self.layout, self.parameters(), self.storage, read, lambda unit, slot: None
-        Adoption(*given, fresh=True, shard_offsets=slices).run()
+        arguments = self.layout, self.parameters(), self.storage, read, lambda unit, slot: None
+        Adoption(*arguments, fresh=True, shard_offsets=slices).run()
         exchange.on_weights_initialized()
 
     def take_over_parameters(self) -> None:
@@ -358,8 +358,10 @@ def _warn_of_range(leaves: Iterable[Leaf], trainable: Container[int], config: Co
 
 def _read_model(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:
     """Values of a parameter without an engine: `Init` has released it, or it is an ordinary parameter."""
-    keeper = initial_store_of(parameter)
-    yield Piece(begin, keeper.read(parameter, begin, end) if keeper else read_parameter(parameter, begin, end))
+    initial_store = initial_store_of(parameter)
+    yield Piece(
+        begin, initial_store.read(parameter, begin, end) if initial_store else read_parameter(parameter, begin, end)
+    )
 
 
 def _warn_of_channels_last(leaves: Iterable[Leaf]) -> None:

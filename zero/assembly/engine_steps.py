@@ -313,8 +313,8 @@ class EngineSteps:
         """Parameters with a `.grad` of torch's own: backward leaves none, since the engine collects the gradients."""
         run = self._run
         groups = run.updater.param_groups if run.updater is not None else []
-        held = (p for group in groups for p in group["params"] if torch_gradient(p) is not None)
-        return [p for p in held if id(p) in run.parts.index_of]
+        assigned = (p for group in groups for p in group["params"] if torch_gradient(p) is not None)
+        return [p for p in assigned if id(p) in run.parts.index_of]
 
     def _apply_factors(self, *, if_alike: bool = True) -> None:
         """Apply the factors that gradients were given; if not `if_alike`, one of all gradients is left to the step."""

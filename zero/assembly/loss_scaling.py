@@ -44,12 +44,12 @@ class LossScaling:
             return loss
         scaled = loss * self._run.scaler.cur_scale
 
-        def passed(gradient: torch.Tensor) -> torch.Tensor:
+        def on_backward(gradient: torch.Tensor) -> torch.Tensor:
             self._run.parts.backward_watch.begin_scaled()
             return gradient / accumulation if accumulation > 1 else gradient
 
         if scaled.requires_grad:
-            scaled.register_hook(passed)  # type: ignore[no-untyped-call]
+            scaled.register_hook(on_backward)  # type: ignore[no-untyped-call]
         return scaled
 
     def gradient_divisor(self, is_scaled: bool) -> int:

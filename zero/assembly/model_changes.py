@@ -93,13 +93,13 @@ class ParameterInventory:
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter | None]]:
     """(module, name, parameter), the root first. The references keep Python from reusing the objects' ids."""
     yield model, "", None
-    seen: set[int] = set()
+    visited: set[int] = set()
     pending = [model]
     while pending:
         module = pending.pop()
-        if id(module) in seen:
+        if id(module) in visited:
             continue
-        seen.add(id(module))
+        visited.add(id(module))
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield module, name, parameter
@@ -150,10 +150,10 @@ class ModelChanges:
         run, parts = self._run, self._run.parts
         if parts.hooks.in_forward or in_backward() or parts.parameter_store.editor.is_editing:
             return False
-        census = ParameterInventory(run.module, run.updater)
-        census.inherit(self._inventory)
-        joining = census.parameters_to_join() if run.updater is not None else []
-        if not joining and census.is_same(self._inventory):
+        inventory = ParameterInventory(run.module, run.updater)
+        inventory.inherit(self._inventory)
+        joining = inventory.parameters_to_join() if run.updater is not None else []
+        if not joining and inventory.is_same(self._inventory):
             return False
         refuse_without_values(run.module)
         if parts.snapshots is not None:
@@ -165,12 +165,12 @@ class ModelChanges:
             self._steps.take_user_gradients()  # for the old parameters: it replaces what the old planes have collected
         if joining and run.updater is not None:
             _join_groups(run.updater, joining, parts.leaves, run.module)
-            census.in_groups = _ids_in_groups(run.updater)
+            inventory.in_groups = _ids_in_groups(run.updater)
         # Tensors made in inference mode cannot be part of a graph, so the new parts must not be made in it.
         with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext():
-            self._rebuild(parts, census)
-        census.in_groups = _ids_in_groups(run.updater)
-        self._inventory = census
+            self._rebuild(parts, inventory)
+        inventory.in_groups = _ids_in_groups(run.updater)
+        self._inventory = inventory
         return True
 
     def _rebuild(self, old: EngineParts, inventory: ParameterInventory) -> None:
@@ -183,12 +183,12 @@ class ModelChanges:
         exchange = before.clone()
         try:
             numbers = {} if run.updater is None else run.updater.rule_numbers()
-            held = {key: number for key, number in numbers.items() if key in present}
-            new = EngineParts(run, self._callbacks, exchange, held, old)
+            present_numbers = {key: number for key, number in numbers.items() if key in present}
+            new = EngineParts(run, self._callbacks, exchange, present_numbers, old)
             try:
                 _fill(new, old)
-                gone = [leaf for leaf in old.leaves if id(leaf.parameter) not in present]
-                leaving = [(leaf, old.parameter_store.exact_values(leaf.names[0])) for leaf in gone]
+                removed = [leaf for leaf in old.leaves if id(leaf.parameter) not in present]
+                leaving = [(leaf, old.parameter_store.exact_values(leaf.names[0])) for leaf in removed]
                 small = _small_states(run.updater, old, new)
             except BaseException:
                 new.storage.close()
@@ -281,8 +281,8 @@ def _drop_absent(optimizer: ZeroOptimizer, present: set[int]) -> None:
     """Remove parameters that left the model from the param groups; forget the step counts of all that are in none."""
     for group in optimizer.param_groups:
         group["params"][:] = [p for p in group["params"] if id(p) in present]
-    held = optimizer.rule_numbers().keys()
-    for key in [key for key in optimizer.step_counts if key not in held]:
+    trained_keys = optimizer.rule_numbers().keys()
+    for key in [key for key in optimizer.step_counts if key not in trained_keys]:
         optimizer.forget_parameter(key)
 
 

@@ -71,8 +71,8 @@ def make_planner(
     """
     covered, layout = laid_out
     uses = live_numels(model, covered, layout)
-    kept = RuleStates(rules.states, largest_rank_bytes(layout, rules))
-    return Planner(layout, config, machine, device, in_place, uses, placement, kept)
+    rule_states = RuleStates(rules.states, largest_rank_bytes(layout, rules))
+    return Planner(layout, config, machine, device, in_place, uses, placement, rule_states)
 
 
 def plan_model(

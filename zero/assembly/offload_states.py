@@ -50,8 +50,8 @@ class OffloadStates:
         nbytes = away.device_bytes(kinds)
         if kinds:
             away.offload(kinds, pinned=pin_memory and is_accelerator(here))
-            told = f"{format_bytes(nbytes)} on {here} freed in {time.perf_counter() - began:.2f} s"
-            logger.info("offload_states: %s: %s", format_kinds(kinds), told)
+            message = f"{format_bytes(nbytes)} on {here} freed in {time.perf_counter() - began:.2f} s"
+            logger.info("offload_states: %s: %s", format_kinds(kinds), message)
         self._steps.make_ready("offload_states", frozenset())  # binds the persistent units, if they are still here
 
     def reload_states(self, non_blocking: bool = False) -> None:

@@ -84,8 +84,8 @@ def _routed_implementation(inner: str, functions: Any) -> Callable[..., torch.Te
         # dict.items, not module.weight: reading the attribute would fetch the whole parameter.
         parameters = {name: p for name, p in self._parameters.items() if p is not None}
         lender = _row_fetcher_of(parameters)
-        lent = {name: p for name, p in parameters.items() if lender is not None and lender.can_fetch(p)}
-        if lender is None or not lent:
+        fetched = {name: p for name, p in parameters.items() if lender is not None and lender.can_fetch(p)}
+        if lender is None or not fetched:
             result: torch.Tensor = compute(self, hidden_states, top_k_index, top_k_weights)
             return result
         count = packed_experts(self)
@@ -96,12 +96,12 @@ def _routed_implementation(inner: str, functions: Any) -> Callable[..., torch.Te
         place[numbers] = torch.arange(len(rows), dtype=place.dtype, device=place.device)
 
         def with_rows(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-            always = {name: getattr(self, name)[numbers] for name in parameters.keys() - lent.keys()}
+            always = {name: getattr(self, name)[numbers] for name in parameters.keys() - fetched.keys()}
             experts = RoutedExperts(self, {**always, **tensors}, len(rows))
             output: torch.Tensor = compute(experts, hidden_states, place[top_k_index.clamp(max=count)], top_k_weights)
             return output
 
-        return lender.run_with_rows(lent, rows, with_rows)  # type: ignore[no-any-return]
+        return lender.run_with_rows(fetched, rows, with_rows)  # type: ignore[no-any-return]
 
     return routed
 
@@ -109,7 +109,7 @@ def _routed_implementation(inner: str, functions: Any) -> Callable[..., torch.Te
 def _row_fetcher_of(parameters: dict[str, nn.Parameter]) -> ExpertRowFetcher | None:
     """The engine's lender of these parameters' rows; None outside an engine."""
     for parameter in parameters.values():
-        keeper = store_of(parameter) if is_managed(parameter) else None
-        if isinstance(keeper, EngineParameterStore):
-            return keeper.rows
+        store = store_of(parameter) if is_managed(parameter) else None
+        if isinstance(store, EngineParameterStore):
+            return store.rows
     return None

@@ -240,14 +240,14 @@ class AveragedWeights:
         try:
             await staged.read()
             # Padding and parameters without an average stay unchanged; their elements of `kept` are not used.
-            kept = torch.zeros(group.end - group.begin, device=staged.state.bytes.device, dtype=torch.float32)
+            masters = torch.zeros(group.end - group.begin, device=staged.state.bytes.device, dtype=torch.float32)
             if not averaged and not is_ema:
-                kept.copy_(await saved_masters.restore(group))
-            runs = list(self._runs(parts, staged, kept))
+                masters.copy_(await saved_masters.restore(group))
+            runs = list(self._runs(parts, staged, masters))
             if averaged or is_ema:
                 await staged.compute(lambda: _read_masters(runs))
             if averaged and not is_ema:
-                await saved_masters.save(group, kept)
+                await saved_masters.save(group, masters)
             change = _swap_with_masters if is_ema else _write_averages if averaged else _write_masters
             await staged.compute(lambda: change(runs))
             (done.add if averaged else done.discard)(group)
@@ -259,10 +259,10 @@ class AveragedWeights:
 
     def _runs(self, parts: EngineParts, staged: StagedSubGroup, master_values: torch.Tensor) -> Iterator[_AveragedRun]:
         """The averaged runs of the sub-group, one per parameter."""
-        record, begin = staged.state_view(), staged.group.begin
+        state_view, begin = staged.state_view(), staged.group.begin
         for unit in staged.units:
             states = parts.plan.states_of(unit)
-            plane = record.states.tensors[states.index(self._average_state_of(unit))]
+            average = state_view.states.tensors[states.index(self._average_state_of(unit))]
             weight = staged.weights[unit.index]
             flat = weight.bytes.view(unit.dtype)
             for slot in unit.slots:
@@ -270,10 +270,10 @@ class AveragedWeights:
                 lo, hi = max(first, weight.begin), min(last, weight.end)
                 if slot.index in self._interpolation_of and lo < hi:
                     at = slice(lo - begin, hi - begin)
-                    remainder = None if record.remainder is None else record.remainder[at]
+                    remainder = None if state_view.remainder is None else state_view.remainder[at]
                     here = flat[lo - weight.begin : hi - weight.begin]
                     yield _AveragedRun(
-                        here, remainder, plane[at], master_values[at], self._interpolation_of[slot.index]
+                        here, remainder, average[at], master_values[at], self._interpolation_of[slot.index]
                     )
 
 

@@ -107,9 +107,9 @@ class ClientCalls:
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **more: Any) -> None:
         """See `ZeroEngine.compile`."""
-        asked = [name for name, value in more.items() if value]
-        if asked:
-            raise ConfigError(f"compile: {', '.join(asked)}: DeepCompile is not available; leave it out")
+        options = [name for name, value in more.items() if value]
+        if options:
+            raise ConfigError(f"compile: {', '.join(options)}: DeepCompile is not available; leave it out")
         if not self.is_compiled:
             self._run.module.compile(backend=backend, **dict(compile_kwargs or {}))
 

@@ -1037,13 +1037,13 @@ class ZeroEngine(ConfigGetters, nn.Module):
         run, parts = self.run, self.run.parts
         if parts.storage.io_loop.is_forked:  # a forked child: threads, files and other ranks are the parent's
             return
-        begun, run.closed = run.closed, True
+        was_closed, run.closed = run.closed, True
         self._device_memory.drop_all()
         parts.hooks.remove()
         parts.backward_watch.remove()
         if run.updater is not None:
             run.updater.drop_states()
-        if begun:  # an interrupt may have stopped the first attempt
+        if was_closed:  # an interrupt may have stopped the first attempt
             parts.storage.close()
             parts.collectives.close()
             return

@@ -56,10 +56,10 @@ class FusedAdapters:
         found: dict[int, list[AdapterLayer]] = {}
         for layer in layers_of(self._run.module):
             weight = layer.get_base_layer().weight
-            held = parts.parameter_store.binding_of(weight)
-            if held is None or id(weight) in shared:
+            binding = parts.parameter_store.binding_of(weight)
+            if binding is None or id(weight) in shared:
                 continue  # the weight is cut into tiles, or other modules compute with it too
-            bound, slot = held
+            bound, slot = binding
             found.setdefault(bound.unit.index, []).append(AdapterLayer(layer, bound, slot))
         return found
 
@@ -73,9 +73,9 @@ class FusedAdapters:
                     each.layer.merged_adapters = each.names
                 self._inputs[index] = known
                 return True
-        made: list[DeltaInputs] = []
-        self._inputs[index] = made
-        return all(_fuse_layer(self._run, each, made) for each in adapter_layers)
+        deltas: list[DeltaInputs] = []
+        self._inputs[index] = deltas
+        return all(_fuse_layer(self._run, each, deltas) for each in adapter_layers)
 
 
 @dataclass(frozen=True, eq=False)

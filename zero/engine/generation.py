@@ -107,14 +107,16 @@ def cache_bytes(model: Any, tokens: int, sequences: int) -> int:
     """Bytes of the keys and values, computed from a transformers config; 0: the config lacks the sizes."""
     config = _text_config(getattr(model, "config", None))
 
-    def said(*names: str) -> int:
+    def first_of(*names: str) -> int:
         """The first of these names that the config has as an int; 0: none."""
         return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
 
-    layers, heads = said("num_hidden_layers"), said("num_attention_heads")
+    layers, heads = first_of("num_hidden_layers"), first_of("num_attention_heads")
     if not (layers and heads):
         return 0
-    numel = said("num_key_value_heads", "num_attention_heads") * (said("head_dim") or said("hidden_size") // heads)
+    numel = first_of("num_key_value_heads", "num_attention_heads") * (
+        first_of("head_dim") or first_of("hidden_size") // heads
+    )
     dtype = getattr(config, "dtype", None)
     return 2 * layers * numel * tokens * sequences * (dtype.itemsize if isinstance(dtype, torch.dtype) else 4)
 

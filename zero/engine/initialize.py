@@ -108,8 +108,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     device = compute_device()
     stages = None if pipeline is None else open_stages(pipeline, loaded, device)
     engine = _open_engine(model, trained, loaded, device, stages, lr_scheduler)
-    given = loaded.origin("activation_checkpointing") == "user"
-    checkpointing.use_engine_activations(engine.activations, configured=given)
+    is_configured = loaded.origin("activation_checkpointing") == "user"
+    checkpointing.use_engine_activations(engine.activations, configured=is_configured)
     engine.run.collate_fn = collate_fn
     if pipeline is not None and stages is not None:
         # Not a ZeroEngine, but with its names; it refuses forward, backward and step, as DeepSpeed's engine does.

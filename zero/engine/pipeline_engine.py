@@ -184,9 +184,9 @@ class PipelineEngine:
 
         The first one with the route "train" is the data of `train_batch`, if it gets no other.
         """
-        given = inspect.signature(self._engine.deepspeed_io).bind(dataset, *args, **options).arguments
+        bound_arguments = inspect.signature(self._engine.deepspeed_io).bind(dataset, *args, **options).arguments
         loader: DataLoader[Any] = self._engine.deepspeed_io(dataset, *args, **options, place=self._pipeline.data_place)
-        if self._iterator is None and given.get("route", "train") == "train":
+        if self._iterator is None and bound_arguments.get("route", "train") == "train":
             self.set_dataloader(loader)
         return loader
 
@@ -290,18 +290,18 @@ class PipelineEngine:
         # A loader that fails half way has given fewer items here than on the stage that reads the labels.
         torn = failure is not None and not isinstance(failure, ZeroInfinityError)
         with self._stages.failing_together("reading micro-batches") if torn else nullcontext():
-            told = together.all_gather_results(
+            answers = together.all_gather_results(
                 "reading micro-batches", json.dumps([count, mine.shape]).encode(), failure
             )
-        asked = [json.loads(answer) for answer in told]
-        if len({number for number, _ in asked}) > 1:
+        requests = [json.loads(answer) for answer in answers]
+        if len({number for number, _ in requests}) > 1:
             raise ConfigError(
-                f"the ranks run different numbers of micro-batches: {[number for number, _ in asked]}; run the "
+                f"the ranks run different numbers of micro-batches: {[number for number, _ in requests]}; run the "
                 "same number on each rank"
             )
         # The shapes that pass between the stages follow from the inputs of the first stage. If one part of the data has
         # a new shape, all ranks must exchange their shapes again; so `shape` includes every part.
-        shape = " | ".join(asked[rank][1] for rank in self._pipeline.stage_ranks[0])
+        shape = " | ".join(requests[rank][1] for rank in self._pipeline.stage_ranks[0])
         return MicroBatches(mine.inputs, mine.labels, shape)
 
     def _read_own_batches(self, data: Iterator[Any] | None, count: int) -> MicroBatches:

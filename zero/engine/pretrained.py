@@ -90,24 +90,24 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], strict: bo
 
 
 def _load_parameters(folder: str, leaves: list[Leaf], sources: dict[int, FileLocation]) -> None:
-    kept: dict[int, EngineParameterStore] = {}
+    stores: dict[int, EngineParameterStore] = {}
     for leaf in leaves:
         parameter, source = leaf.parameter, sources[leaf.index]
-        keeper = engine_store_of(parameter) if is_managed(parameter) else None
+        store = engine_store_of(parameter) if is_managed(parameter) else None
         provisional = initial_store_of(parameter)
-        if isinstance(keeper, EngineParameterStore):
-            kept[id(keeper)] = keeper
+        if isinstance(store, EngineParameterStore):
+            stores[id(store)] = store
         elif provisional is not None:
             provisional.set_location(parameter, source)
         else:
             _fill(parameter, source)
-    for keeper in kept.values():
+    for store in stores.values():
         mine = {id(leaf.parameter): sources[leaf.index] for leaf in leaves}
-        _load_engine(folder, keeper, mine)
+        _load_engine(folder, store, mine)
 
 
-def _load_engine(folder: str, keeper: EngineParameterStore, sources: dict[int, FileLocation]) -> None:
-    parts = keeper.events.prepare_load()
+def _load_engine(folder: str, store: EngineParameterStore, sources: dict[int, FileLocation]) -> None:
+    parts = store.events.prepare_load()
     together = AllRanks(parts.collectives)
     together.run_on_all("load_pretrained", lambda: None)  # no rank uses this rank's slices any more
     indices = {parts.index_of[key] for key in sources if key in parts.index_of}
@@ -116,12 +116,12 @@ def _load_engine(folder: str, keeper: EngineParameterStore, sources: dict[int, F
         yield Piece(begin, sources[id(parameter)].read(begin, end))
 
     adoption = Adoption(parts.layout, parts.parameters(), parts.storage, read, lambda unit, slot: None, only=indices)
-    with keeper.events.loading(folder, frozenset(MODEL + parts.leaves[index].names[0] for index in indices)):
+    with store.events.loading(folder, frozenset(MODEL + parts.leaves[index].names[0] for index in indices)):
         try:
             together.run_on_all("load_pretrained", adoption.run)
         finally:
             parts.coordinator.on_rewrite()
-    keeper.events.make_ready_to_run("load_pretrained")  # what only all ranks can gather; later one may evaluate alone
+    store.events.make_ready_to_run("load_pretrained")  # what only all ranks can gather; later one may evaluate alone
 
 
 def _fill(tensor: torch.Tensor, source: FileLocation) -> None:

@@ -57,8 +57,8 @@ def observe_attention_logits(module: nn.Module, maxima: Tensor) -> None:
         maxima: (heads,): maxima over samples, queries and their visible keys; of scaled logits, before the softmax.
     """
     if module in _LARGEST and module.training:
-        held, new = _LARGEST[module], maxima.detach().float()
-        _LARGEST[module] = new if held is None else torch.maximum(held, new)
+        previous, new = _LARGEST[module], maxima.detach().float()
+        _LARGEST[module] = new if previous is None else torch.maximum(previous, new)
 
 
 @torch.no_grad()
@@ -183,14 +183,14 @@ class QkClip(StepListener):
 
     def _max_over_ranks(self, modules: list[nn.Module]) -> dict[int, list[float]]:
         """Number of a module -> largest logit of each head over all ranks. All ranks call it together."""
-        mine = {number: held.tolist() for number, m in enumerate(modules) if (held := _LARGEST[m]) is not None}
+        mine = {number: maximum.tolist() for number, m in enumerate(modules) if (maximum := _LARGEST[m]) is not None}
         for module in modules:
             _LARGEST[module] = None
         largest: dict[int, list[float]] = {}
         for answer in self._run.parts.collectives.all_gather_bytes("attention logits", json.dumps(mine).encode()):
             for key, theirs in json.loads(answer).items():
-                held = largest.get(int(key), theirs)
-                largest[int(key)] = [*map(max, held, theirs)]
+                maximum = largest.get(int(key), theirs)
+                largest[int(key)] = [*map(max, maximum, theirs)]
         self._has_observed = self._has_observed or bool(largest)
         if not self._has_observed:
             raise StateError(

@@ -55,8 +55,8 @@ class Reporter:
     @staticmethod
     def is_wanted(config: Config, monitor: Monitors) -> bool:
         comms = config.comms_logger
-        asked = (config.steps_per_print, config.wall_clock_breakdown, config.memory_breakdown, config.dump_state)
-        return monitor.enabled or any(asked) or (comms is not None and comms.enabled and comms.verbose)
+        settings = (config.steps_per_print, config.wall_clock_breakdown, config.memory_breakdown, config.dump_state)
+        return monitor.enabled or any(settings) or (comms is not None and comms.enabled and comms.verbose)
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """Add one micro-batch's part of the step's loss; it is read at the step, so that this waits for no device."""
@@ -264,7 +264,7 @@ class Reports(StepListener):
         """See `ZeroEngine.statistics`."""
         run, parts = self._run, self._run.parts
         counters, storage, names = parts.coordinator.counters, parts.storage, [unit.name for unit in parts.layout.units]
-        disk, kept = storage.disk, storage.activations
+        disk, activations = storage.disk, storage.activations
         aio = disk.aio.stats() if disk else None
         return Statistics(
             steps=run.global_steps,
@@ -289,10 +289,10 @@ class Reports(StepListener):
             payload_numel={purpose: counter.numel for purpose, counter in run.collectives.traffic().items()},
             live_numel_peak=counters.live_numel_peak,
             arena_peak_bytes=storage.host_pool.peak_bytes,
-            activation_stored_bytes=kept.counters.stored_bytes if kept else 0,
-            activation_restored_bytes=kept.counters.restored_bytes if kept else 0,
-            activation_kept_bytes=kept.used_bytes if kept else 0,
-            activation_peak_bytes=kept.peak_bytes if kept else 0,
+            activation_stored_bytes=activations.counters.stored_bytes if activations else 0,
+            activation_restored_bytes=activations.counters.restored_bytes if activations else 0,
+            activation_kept_bytes=activations.used_bytes if activations else 0,
+            activation_peak_bytes=activations.peak_bytes if activations else 0,
             aio_backend=disk.aio.backend if disk else "none",
             aio_reason=disk.aio.reason if disk else "no plane lives on NVMe",
             isa=kernels.isa(),

@@ -115,7 +115,7 @@ class SnapshotCalls:
         parts = together.run_on_all(
             "load_snapshot", self._steps.prepare_rewrite
         )  # no rank uses this rank's slices any more
-        state = snapshots.load(lambda kept: check_state(run, kept))
+        state = snapshots.load(lambda saved: check_state(run, saved))
         if state is None:
             return None
         parts.stepper.norm = restore_state(run, state)

@@ -39,10 +39,10 @@ class Values:
 
     def full_state(self, name: str) -> dict[str, Any]:
         """See `ZeroEngine.full_state`."""
-        keeper, updater = self._store_after_update(name), self._run.updater
+        store, updater = self._store_after_update(name), self._run.updater
         if updater is None:
-            return {**keeper.moments(name), "step": 0}
-        parts, parameter = self._run.parts, keeper.parameter(name)
+            return {**store.moments(name), "step": 0}
+        parts, parameter = self._run.parts, store.parameter(name)
         states: dict[str, Any] = dict(ParameterValues(parts, parts.collectives, parameter, updater).states())
         key = id(parameter)
         numbers = {what: scalar.value for what, scalar in updater.numbers(key).items()}
@@ -55,9 +55,9 @@ class Values:
 
     def _store_after_update(self, name: str) -> EngineParameterStore:
         """The keeper, after the parameter's update of the last step. Raises KeyError: no parameter has this name."""
-        keeper = self._run.parts.parameter_store
-        self._steps.complete_updates(f"reading {name}", keeper.units_of(name))
-        return keeper
+        store = self._run.parts.parameter_store
+        self._steps.complete_updates(f"reading {name}", store.units_of(name))
+        return store
 
 
 class EngineStates:

@@ -131,13 +131,13 @@ def _is_leaf(tree: Any) -> bool:
     return tree is None or isinstance(tree, (str, bytes, int, float, bool, nn.Module, type))
 
 
-def _walk(tree: Any, depth: int, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
-    if id(tree) in seen:
+def _walk(tree: Any, depth: int, visited: dict[int, Any]) -> Iterator[torch.Tensor]:
+    if id(tree) in visited:
         return
-    seen[id(tree)] = tree  # kept alive, so that no other object gets the same id during the walk
+    visited[id(tree)] = tree  # kept alive, so that no other object gets the same id during the walk
     if isinstance(tree, torch.Tensor):
         yield tree
     elif depth > 0 and not _is_leaf(tree):
         inside: Iterable[Any] = tree if isinstance(tree, (tuple, set, frozenset)) else [v for _, v in _items(tree)]
         for value in inside:
-            yield from _walk(value, depth - 1, seen)
+            yield from _walk(value, depth - 1, visited)

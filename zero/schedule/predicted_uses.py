@@ -40,7 +40,7 @@ class PredictedUses:
             repeats: the next forward is a part of the prediction.
         """
         prediction = cls()
-        symbols, seen = prediction.symbols, {key}
+        symbols, visited = prediction.symbols, {key}
         while successors := table.get(key):
             symbol = choose(key, successors)
             if len(successors) > 1:
@@ -50,13 +50,13 @@ class PredictedUses:
             symbols.append(symbol)
             if symbol == END:
                 repeats, key = False, (START, START)
-                seen.clear()
+                visited.clear()
             else:
                 key = (key[1], symbol)
-            if key in seen:
+            if key in visited:
                 prediction.is_cyclic = True
                 break
-            seen.add(key)
+            visited.add(key)
         return prediction
 
     def advance(self, symbol: int) -> bool:

@@ -63,7 +63,7 @@ class UnreducedGradients:
             nbytes = sum(u.numel * 4 for u in units)
             memory = self._deferred_memory if planned else None
             if memory is None:
-                memory = self._allocate(nbytes)
+                memory = self._allocate_memory(nbytes)
             parts = torch.split(memory.view(torch.float32), [u.numel for u in units])
             self._deferred.update({u.index: part for u, part in zip(units, parts, strict=True)})
         return self._deferred[unit.index]
@@ -73,7 +73,7 @@ class UnreducedGradients:
         # More than planned, if a sum is wider.
         if self._receive_buffer is None or self._receive_buffer.numel() < nbytes:
             total = max(nbytes, self._plan.collective_bytes)
-            self._receive_buffer = self._allocate(total)
+            self._receive_buffer = self._allocate_memory(total)
         return self._receive_buffer[:nbytes]
 
     @property
@@ -87,7 +87,7 @@ class UnreducedGradients:
             pool.close()
         self._memory_pools, self._deferred, self._receive_buffer = [], {}, None
 
-    def _allocate(self, nbytes: int) -> torch.Tensor:
+    def _allocate_memory(self, nbytes: int) -> torch.Tensor:
         pool = self._allocate_pool(DEVICE, nbytes)
         self._memory_pools.append(pool)
         return pool.allocate(nbytes)
