@@ -93,7 +93,7 @@ class EngineParts:
         self.buffers: BufferBroadcast = BufferBroadcast(collectives, model, previous.buffers if previous else None)
         placement = collectives.placement
         self._covered_units, self.layout = lay_out(
-            *(model, self.leaves, trainable, config, placement), run.rules.whole_parameter_rules
+            model, self.leaves, trainable, config, placement, run.rules.whole_parameter_rules
         )
         unwrap_parameters((leaf.parameter for leaf in self.leaves), previous.parameter_store if previous else None)
         # Stages of a pipeline start together, and each plans with a share of the node's free memory.
@@ -101,7 +101,13 @@ class EngineParts:
         own = machine_to_plan(run.device, previous.storage.memory_pools if previous else ())
         machine = agree_on_machine(sharers, own, on_cpu=run.device.type == "cpu")
         self.plan = make_planner(
-            *(model, (self._covered_units, self.layout), config, machine, run.device, run.in_place, placement),
+            model,
+            (self._covered_units, self.layout),
+            config,
+            machine,
+            run.device,
+            run.in_place,
+            placement,
             run.rules,
         ).make_plan()
         level = logging.INFO if previous is None else logging.DEBUG
@@ -116,7 +122,12 @@ class EngineParts:
         try:
             coming = pending_free_bytes(leaf.parameter for leaf in self.leaves) if previous is None else {}
             self.storage = Storage(
-                *(self.layout, self.plan, config, run.device, collectives.memory, named),
+                self.layout,
+                self.plan,
+                config,
+                run.device,
+                collectives.memory,
+                named,
                 pending_free_bytes=coming,
                 allocate_shards=collectives.allocate_shards,
             )
@@ -147,7 +158,12 @@ class EngineParts:
         updates = PendingUpdates(layout, storage, pipeline, threads, is_single_rank=exchange.placement.is_single_rank)
         exchange.attach(layout, storage, updates)
         self.stepper = Stepper(
-            *(storage, self.gradients, pipeline, updates, exchange, owner.scaler),
+            storage,
+            self.gradients,
+            pipeline,
+            updates,
+            exchange,
+            owner.scaler,
             needs_all=not self._config.zero_optimization.ignore_unused_parameters,
         )
         self.gradients.apply_update = self.stepper.update_unit
@@ -158,7 +174,12 @@ class EngineParts:
         )
         self.backward_watch = BackwardWatch(self.coordinator, self.gradients, events)
         self.hooks = ModuleHooks(
-            *(self.model, self._scopes(), self.bound, self.coordinator, self.backward_watch, self.scheduler),
+            self.model,
+            self._scopes(),
+            self.bound,
+            self.coordinator,
+            self.backward_watch,
+            self.scheduler,
             storage.timeline,
         )
         editor = UnitEditor(layout, self.bound, storage, self.coordinator, events, exchange)
@@ -166,7 +187,7 @@ class EngineParts:
         self.backward_watch.add_end_callback(rows.end_backward)
         sharded = self._config.zero_optimization.stage == 3
         self.parameter_store = EngineParameterStore(
-            *(events, self.bound, self.coordinator, self.hooks, editor, rows, self.parameters()), partitions=sharded
+            events, self.bound, self.coordinator, self.hooks, editor, rows, self.parameters(), partitions=sharded
         )
         self._tiled_stores = self._make_tiled_stores()
         self._is_built = True
@@ -235,7 +256,9 @@ class EngineParts:
         if names and self.collectives.placement.rank == 0:
             logger.warning(
                 "%d parameters hold inf or NaN before the first step (%s%s): was every value loaded or initialised?",
-                *(len(names), ", ".join(names[:5]), ", ..." * (len(names) > 5)),
+                len(names),
+                ", ".join(names[:5]),
+                ", ..." * (len(names) > 5),
             )
 
     def _parameters_by_source(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -345,14 +368,16 @@ def _warn_of_range(leaves: Iterable[Leaf], trainable: Container[int], config: Co
         logger.warning(
             "%d parameters (%s, ...) are in fp16, and without a loss scale small gradients become zero; set "
             '"fp16": {"enabled": true} for one',
-            *(len(halves), halves[0]),
+            len(halves),
+            halves[0],
         )
     came = [leaf.names[0] for leaf in trained if leaf.parameter.dtype == torch.bfloat16]
     if came and config.compute_dtype == torch.float16:
         logger.warning(
             "fp16.enabled: %d parameters (%s, ...) are in bf16, and fp16 cannot hold all of its range; to keep it, set "
             '"bf16": {"enabled": true} instead',
-            *(len(came), came[0]),
+            len(came),
+            came[0],
         )
 
 
@@ -379,5 +404,6 @@ def _warn_of_channels_last(leaves: Iterable[Leaf]) -> None:
             "%d parameters (%s, ...) were in channels_last format and are stored contiguously from now on: their "
             "values are the same, and convolutions convert them at each call if needed; inputs and activations keep "
             "their format",
-            *(len(came), came[0]),
+            len(came),
+            came[0],
         )

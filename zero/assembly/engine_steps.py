@@ -102,7 +102,10 @@ class EngineSteps:
         device_memory: DeviceMemory,
         listeners: Sequence[StepListener],
     ) -> None:
-        self._run, self._accumulation, self._scaling, self._device_memory = run, accumulation, scaling, device_memory
+        self._run = run
+        self._accumulation = accumulation
+        self._scaling = scaling
+        self._device_memory = device_memory
         self._listeners = listeners
         self._schedule_arguments: Mapping[str, Any] = {}  # Of the last step asked for; passed to the scheduler.
         self._was_applied = False
@@ -236,7 +239,10 @@ class EngineSteps:
                 self._apply_factors(if_alike=False)
             try:
                 stepper.decide(
-                    *(number, optimizer, run.parts.index_of, run.config.gradient_clipping),
+                    number,
+                    optimizer,
+                    run.parts.index_of,
+                    run.config.gradient_clipping,
                     loss_is_finite=self._scaling.losses_were_finite,
                     backward_interrupted=run.parts.backward_watch.is_torn,
                 )

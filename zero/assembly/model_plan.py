@@ -99,7 +99,7 @@ def plan_model(
     trained = make_trained_parameters(None, None, model, config) or TrainedParameters([], Rules((AdamRule(),)))
     rules = trained.rules
     covered, layout = lay_out(
-        *(model, collect_leaves(model), rules.numbers(trained.groups), config, placement), rules.whole_parameter_rules
+        model, collect_leaves(model), rules.numbers(trained.groups), config, placement, rules.whole_parameter_rules
     )
     planner = make_planner(model, (covered, layout), config, machine, device, True, placement, rules)
     return layout, planner.make_least() if smallest else planner.make_plan()

@@ -64,7 +64,11 @@ class Run:
         *,
         generations: int,
     ) -> None:
-        self.module, self.config, self.device, self.rules, self.updater = model, config, device, rules, updater
+        self.module = model
+        self.config = config
+        self.device = device
+        self.rules = rules
+        self.updater = updater
         self.in_place, self.threads = uses_weights_in_place(), kernel_threads(on_cpu=device.type == "cpu")
         self.scaler = scaler
         self.activations = Activations(config.activation_checkpointing)

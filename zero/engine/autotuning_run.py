@@ -20,7 +20,10 @@ from zero.ranks import world
 
 class AutotuningRun:
     def __init__(self, block: Autotuning, path: Path, run: Run, steps: EngineSteps) -> None:
-        self._block, self._path, self._run, self._steps = block, path, run, steps
+        self._block = block
+        self._path = path
+        self._run = run
+        self._steps = steps
         self._rows = 0
         self._begin_seconds, self._steps_taken = 0.0, 0
         self._rows_hook = run.module.register_forward_pre_hook(self._note_rows, with_kwargs=True)

@@ -134,7 +134,10 @@ class _SavedMasters:
 
 class AveragedWeights:
     def __init__(self, run: Run, steps: EngineSteps, changes: ModelChanges, guard: AveragesGuard) -> None:
-        self._run, self._steps, self._changes, self._guard = run, steps, changes, guard
+        self._run = run
+        self._steps = steps
+        self._changes = changes
+        self._guard = guard
         self._saved_masters: _SavedMasters | None = None
         self._interpolation_of: Mapping[int, float] = {}  # Parameter index -> `_AveragedRun.interpolation`.
 

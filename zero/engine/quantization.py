@@ -74,7 +74,9 @@ def quantize(
         trim_heap()
     logger.info(
         "%d weights are kept as codes: %s instead of %s",
-        *(len(chosen), format_bytes(after_bytes), format_bytes(before_bytes)),
+        len(chosen),
+        format_bytes(after_bytes),
+        format_bytes(before_bytes),
     )
     return [name for name, _, _ in chosen]
 

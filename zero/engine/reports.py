@@ -163,7 +163,10 @@ class Reports(StepListener):
 
     def __init__(self, run: Run, steps: EngineSteps) -> None:
         config, first = run.config, world.rank() == 0
-        self._run, self._steps, self.forward, self.backward = run, steps, Stopwatch(), Stopwatch()
+        self._run = run
+        self._steps = steps
+        self.forward = Stopwatch()
+        self.backward = Stopwatch()
         self.monitor = Monitors(config, writes=first)
         profiler = config.flops_profiler
         wanted = profiler is not None and profiler.enabled

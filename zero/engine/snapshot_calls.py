@@ -88,7 +88,10 @@ class SnapshotCalls:
     """`engine.save_snapshot` and `engine.load_snapshot`."""
 
     def __init__(self, run: Run, steps: EngineSteps, accumulation: Accumulation, listener: SnapshotListener) -> None:
-        self._run, self._steps, self._accumulation, self._listener = run, steps, accumulation, listener
+        self._run = run
+        self._steps = steps
+        self._accumulation = accumulation
+        self._listener = listener
 
     def save_snapshot(self) -> int:
         """See `ZeroEngine.save_snapshot`."""
