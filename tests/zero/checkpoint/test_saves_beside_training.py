@@ -297,7 +297,7 @@ class SlowRank:
         self._looks += 1
         return {} if self._looks > self._end else {1: self._looks // self._pause}
 
-    def gone(self, ranks: Collection[int]) -> dict[int, str]:
+    def ended_ranks(self, ranks: Collection[int]) -> dict[int, str]:
         return {}
 
     def assemble(self, *, save_latest: bool) -> None:
@@ -307,7 +307,7 @@ class SlowRank:
 def test_the_first_rank_waits_for_one_that_is_slow_as_long_as_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(background, "PEER_TIMEOUT_SECONDS", 0.5)
-    slow = SlowRank(writes=10, pause=15)
+    slow = SlowRank(writes=50, pause=3)
     complete(slow)
     assert slow.complete
     silent = SlowRank(writes=1, pause=10_000)

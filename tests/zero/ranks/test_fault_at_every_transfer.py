@@ -143,7 +143,7 @@ def check(pool: RankPool, place: Place, run: Run, nvme_path: Path, op: Op) -> No
     if len(answers) == 1:
         assert {kind.partition(" ")[0] for kind in kinds} == {"StorageError"}
     else:  # a gradient that is added to an unreadable one is lost
-        assert kinds <= {"StorageError in step", *["TornBackward in step"] * (op == "read")}
+        assert kinds <= {"StorageError in step", *["InterruptedBackward in step"] * (op == "read")}
     assert said
 
 

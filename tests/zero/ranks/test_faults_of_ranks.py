@@ -253,7 +253,7 @@ def stumble(place: Place, folder: str, bare: bool) -> tuple[str, int, list[float
 def test_a_backward_that_one_rank_breaks_off_is_no_step_of_any(rank_pool: Pool, nvme_path: Path, bare: bool) -> None:
     first, second = rank_pool(2).run(stumble, SHARED, str(nvme_path), bare)
     assert first == second and first[1] == 2
-    assert first[0].startswith("TornBackward: step: the last backward was interrupted on rank 0")
+    assert first[0].startswith("InterruptedBackward: step: the last backward was interrupted on rank 0")
 
 
 def torn_batch(place: Place, folder: str) -> tuple[list[str], int]:
@@ -286,7 +286,7 @@ def torn_batch(place: Place, folder: str) -> tuple[list[str], int]:
 
 def test_after_a_torn_backward_no_rank_begins_a_batch_alone(rank_pool: Pool, nvme_path: Path) -> None:
     first, second = rank_pool(2).run(torn_batch, SHARED, str(nvme_path), timeout_seconds=120.0)
-    assert first == second == (["TornBackward", "TornBackward"], 1)
+    assert first == second == (["InterruptedBackward", "InterruptedBackward"], 1)
 
 
 def fork_and_close(place: Place, folder: str) -> int:
