@@ -1,4 +1,7 @@
-"""Adam's two moments and the ways to store them: fp32, bf16, or 8-bit codes with one scale per block."""
+"""Adam's two moments and the ways to store them: fp32, bf16, or 8-bit codes with one scale per block.
+
+native/include/zn_abi.h has the codes, and the reason why narrow moments are rounded at random.
+"""
 
 from __future__ import annotations
 

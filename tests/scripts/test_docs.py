@@ -297,9 +297,9 @@ def test_the_architecture_leads_to_every_recipe_and_a_recipe_ends_with_its_tests
 
 def test_what_is_gone_and_what_is_too_long_would_be_found() -> None:
     known = (
-        "`zero/params/layout.py:build_layout` `zero/params/layout.py:Unit.shard_of` "
-        "`native/aio/engine.c:zn_aio_submit` `TieredArray.read` `TwoSlotArray.relocate` `zn_segment` `torch.compile` `zero.plan.plan` `zero config keys` "
-        "`exp_avg` (`offload/kernels/segment.py`) `*_block.py` `assert`"
+        "`zero/params/layout.py:build_layout` `zero/params/layout.py:Unit.shard_of` `TieredArray.read` `zn_segment` "
+        "`native/aio/engine.c:zn_aio_submit` `TwoSlotArray.relocate` `torch.compile` `zero.plan.plan` `zero.Init` "
+        "`exp_avg` (`offload/kernels/segment.py`) `zero config keys` `*_block.py` `assert`"
     )
     gone = {
         *("zero/params/layout.py:no_such", "zero/params/layout.py:Unit.build_layout", "native/aio/engine.c:zn_none"),

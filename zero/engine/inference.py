@@ -1,4 +1,8 @@
-"""`zero.init_inference`: forward-only use of a model whose weights live in host memory or on NVMe."""
+"""`zero.init_inference`: forward-only use of a model whose weights live in host memory or on NVMe.
+
+It is the engine of training without param groups: all units are frozen, so its plan has no gradients, no optimizer
+states and no updates, and its whole life is one generation.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The engine of a pipeline: it holds the engine of this rank's stage, and runs micro-batches through all stages."""
+"""The engine of a pipeline: it holds the engine of this rank's stage, and runs micro-batches through all stages.
+
+[Note: what stages share] Each stage is an engine over the ranks of that stage. Stages meet in three places: the norm is
+a sum over all of them before it clips, a checkpoint has the names of all, and a failure that ends one ends all. Before
+each batch all ranks meet too: if one cannot read its batch, none runs, and an error of the previous batch is raised.
+"""
 
 from __future__ import annotations
 
@@ -378,8 +383,9 @@ class PipelineEngine:
         raise _refusal("forward")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A name that only the stage's engine has is set there."""
-        if "_engine" in self.__dict__ and hasattr(ZeroEngine, name) and not hasattr(PipelineEngine, name):
+        """What can be set on the stage's engine is set there."""
+        attribute = getattr(ZeroEngine, name, None)
+        if "_engine" in self.__dict__ and isinstance(attribute, property) and attribute.fset is not None:
             setattr(self._engine, name, value)
         else:
             super().__setattr__(name, value)

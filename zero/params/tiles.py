@@ -8,6 +8,9 @@ call and released afterwards, in forward and backward, like the weights of any o
 reduction as without tiles (tiles start at multiples of 64 rows, so that kernels divide the work in the same way). The
 gradient of a Linear's input is a sum over rows; it becomes a sum of the tiles' sums, each rounded to the gradient's
 dtype.
+
+[Note: other tiles] When the model changes or a checkpoint is loaded, values are read and stored by element of the full
+parameter, so tiles may be cut at other rows, appear or disappear.
 """
 
 from __future__ import annotations

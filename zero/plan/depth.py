@@ -14,6 +14,11 @@
 
 Additional gathered elements are used to keep units from their forward to their backward, a quarter of them to prefetch.
 A depth changes speed and memory, never the layout and never a result.
+
+[Note: neighbours] They are units that modules use one after the other, in model order; the units of one module, such as
+a frozen base and its adapters, count together. Each count includes the parameters in use around it, of a module whose
+children are being called. With `stage3_max_live_parameters` nothing fills spare memory: that many elements are
+gathered at most, but never fewer than one call uses.
 """
 
 from __future__ import annotations
