@@ -923,6 +923,10 @@ class ZeroEngine(ConfigGetters, nn.Module):
         """Writes metrics to the configured services."""
         return self.reports.monitor
 
+    @monitor.setter
+    def monitor(self, value: Monitors) -> None:
+        self.reports.monitor = value
+
     def statistics(self) -> Statistics:
         """Statistics of the run so far."""
         return self.reports.statistics()
