@@ -4,8 +4,8 @@
 deepest depths are tried first, with all gradients in memory; then all depths, with gradients on NVMe that have no room;
 at last all of the free memory. A refusal names the least that would be accepted, and what could still move.
 
-[Note: a new row] A size is a field of `Plan`, set in `_draft`, and a `PlanRow` in `rows_of`. It counts where budgets are
-spent: on the device in `_fixed_device_bytes` or `_transient_device_bytes`, on the host in `fixed` of `_place_host`;
+[Note: a new row] A size is a field of `Plan`, set in `_draft`, and a `PlanRow` in `rows_of`. It counts where budgets
+are spent: on the device in `_fixed_device_bytes` or `_transient_device_bytes`, on the host in `fixed` of `_place_host`;
 the swap space is the sum of its rows. `Storage` allocates from the field, not from the row.
 """
 
