@@ -408,7 +408,7 @@ def test_a_backward_goes_on_with_what_could_not_be_stored(
     first, *others = [piece.write for piece in pieces_in_motion(engine)]
     assert others
     disk.first.set()
-    first.gather_failures()
+    first.wait()
     for write in others if at_once else ():
         disk.others.set()
         write.wait()
@@ -438,7 +438,7 @@ def test_an_activation_that_cannot_be_read_is_told_and_the_step_can_be_repeated(
     for piece in pieces_kept(engine):
         if piece.write is not None:
             piece.write.wait()  # what memory still holds needs no disk
-    activation_store_of(engine).check()
+    activation_store_of(engine).check_failure()
     engine.inject(failing("read"))
     with pytest.raises(StorageError, match=r"reading saved activations: .*EIO.*offset [\d,]+; free space"):
         engine.backward(loss) if by_engine else loss.backward()

@@ -141,10 +141,10 @@ def test_step_waits_for_no_transfer_and_whoever_looks_does(
     engine.step()  # would not return if it waited for a transfer
     assert engine.statistics().nvme_write_bytes == before.nvme_write_bytes
     assert not updates_of(engine).is_idle
-    assert not any(updates_of(engine).current(unit.index) for unit in engine.units)
+    assert not any(updates_of(engine).is_current(unit.index) for unit in engine.units)
     with held_until_awaited(engine):
         LOOKS[look](engine)
-    assert any(updates_of(engine).current(unit.index) for unit in engine.units)
+    assert any(updates_of(engine).is_current(unit.index) for unit in engine.units)
     if look in ("synchronize", "named_full_parameters"):
         assert updates_of(engine).is_idle
     assert unequal(engine, reference) == []
@@ -238,7 +238,7 @@ def test_gathering_one_parameter_updates_its_unit_and_no_other(open_engine: Open
         look(name)
         (unit,) = keeper_of(engine).units_of(name)
         assert spy.units(0) == [unit]
-        assert [u.index for u in engine.units if updates_of(engine).current(u.index)] == [unit]
+        assert [u.index for u in engine.units if updates_of(engine).is_current(u.index)] == [unit]
         if name != "head.weight":
             engine.synchronize()
             assert sorted(spy.units(0)) == [u.index for u in engine.units]
@@ -462,14 +462,14 @@ def test_a_gradient_of_the_next_step_waits_until_the_last_one_was_used(
     engine.synchronize()
     engine.step()
     for unit in engine.units:
-        assert not updates_of(engine).current(unit.index)
+        assert not updates_of(engine).is_current(unit.index)
         engine.inject(HELD)
         with held_until_awaited(engine):
             for position, slot in enumerate(unit.slots):
                 gradients_of(engine).add_gradient(
                     unit.index, position, torch.full(slot.shape, 1e9, dtype=torch.bfloat16)
                 )
-        assert updates_of(engine).current(unit.index)
+        assert updates_of(engine).is_current(unit.index)
         gradients_of(engine).flush(unit.index)
     engine.zero_grad()
     assert unequal(engine, reference) == []
@@ -489,8 +489,8 @@ def test_units_that_are_always_bound_are_updated_before_they_are_seen(
     engine.synchronize()
     engine.inject(HELD)
     engine.step()
-    assert not any(updates_of(engine).current(unit.index) for unit in always)
+    assert not any(updates_of(engine).is_current(unit.index) for unit in always)
     with torch.no_grad(), held_until_awaited(engine):
         assert torch.equal(engine(tokens(1)), reference(tokens(1)))
-    assert all(updates_of(engine).current(unit.index) for unit in always)
+    assert all(updates_of(engine).is_current(unit.index) for unit in always)
     assert unequal(train(engine, 1, 2), train(reference, 1, 2)) == []

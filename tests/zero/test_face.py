@@ -121,7 +121,7 @@ def test_a_parameter_given_back_has_none_of_them(open_engine: Open, nvme_path: A
     model = engine.module
     again = open_engine(model, make_config(("nvme", "nvme"), nvme_path))  # takes the model back first
     assert all(looks_like_deepspeed(p, AWAY) for p in again.module.parameters())
-    keeper_of(again).give_back()
+    keeper_of(again).unwrap_model()
     assert not any(hasattr(p, name) for p in model.parameters() for name in NAMES)
 
 

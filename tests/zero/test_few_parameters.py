@@ -68,7 +68,7 @@ READS: dict[str, Callable[[Any], object]] = {
     "a whole value": each(utils.safe_get_full_fp32_param),
     "a whole state": each(lambda parameter: utils.safe_get_full_optimizer_state(parameter, "exp_avg")),
     "an own part": each(lambda parameter: utils.safe_get_local_optimizer_state(parameter, "exp_avg")),
-    "taken back": lambda engine: keeper_of(engine).give_back(),
+    "taken back": lambda engine: keeper_of(engine).unwrap_model(),
 }
 
 

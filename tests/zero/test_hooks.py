@@ -96,7 +96,7 @@ def reference_gradients(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]
 def engine_gradients(engine: Any, loss_of: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
     """What each parameter's post-accumulate hook would see, read from the gradient plane before the step."""
     engine.backward(loss_of(engine))
-    gradients_of(engine).settle()
+    gradients_of(engine).wait_until_stored()
     found = {}
     for unit in engine.units:
         if not unit.trainable:
