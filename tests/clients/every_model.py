@@ -35,6 +35,8 @@ import zero.api
 FOLDER = Path(sys.argv[1])
 SECONDS = 900
 """Of a processor, for all classes of one kind: a class that never ends must not hide the others."""
+UNDRAWN = {"imagegpt": ("attn.c_attn.weight", "mlp.c_fc.weight")}
+"""Kind -> ends of names that only a constructor draws; under stage 3 transformers keeps constructors from drawing."""
 WAYS = (("transformers", "nvme"), ("init", "nvme"), ("transformers", "none"), ("transformers", "cpu"))
 """(who enters `Init`, tier of the weights); below NVMe one rank spills nothing, so one class of a kind does for it."""
 
@@ -105,7 +107,7 @@ class Case:
 
     def __init__(self, kind: str, name: str, folder: Path) -> None:
         self.made, self.config = getattr(transformers, name), tiny_transformers.tiny_config(kind, name)
-        self.folder, self.problems, self.stepped = folder, [], False  # type: ignore[var-annotated]
+        self.kind, self.folder, self.problems, self.stepped = kind, folder, [], False  # type: ignore[var-annotated]
         torch.manual_seed(1)
         self.built = self.made._from_config(self.config)
         self.drawn = {name: value.clone() for name, value in values_of(self.built).items()}
@@ -145,7 +147,11 @@ class Case:
         torch.manual_seed(1)
         with context(way, tier, self.folder):
             model = self.made._from_config(self.config)
-        return differences(model, self.drawn, None if way == "init" else set())
+        expected = dict(self.drawn)
+        if way == "transformers":
+            for name in [name for name in expected if name.endswith(UNDRAWN.get(self.kind, ("?",)))]:
+                expected[name] = torch.full_like(expected[name], torch.nan)
+        return differences(model, expected, None if way == "init" else set())
 
     def halve(self) -> list[str]:
         with context("transformers", "nvme", self.folder):
