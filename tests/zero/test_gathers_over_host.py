@@ -34,7 +34,7 @@ def chosen(
     config = load_config({"zero_optimization": block}, world_size=4, ranks_per_node=4)
     monkeypatch.setattr(factory, "same_node", lambda agree: one_node)
     monkeypatch.setattr(accelerator, "can_read_peers", lambda: reads[0])
-    comm: Any = SimpleNamespace(rank=0, agree=lambda what, payload: [payload, b"%d" % reads[1]])
+    comm: Any = SimpleNamespace(rank=0, all_gather_bytes=lambda what, payload: [payload, b"%d" % reads[1]])
     return uses_host_gathers(comm, config, device, make_placement(config, 0, 4))
 
 

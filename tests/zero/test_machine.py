@@ -59,7 +59,8 @@ def test_ranks_that_use_one_device_share_what_is_free_on_it(devices: tuple[str, 
     machine = Machine(8 * GB, "MemAvailable", None, 4 * GB, 0)
     told = [{**asdict(replace(machine, device_name=name)), "node": "one"} for name in devices]
     exchange: Any = SimpleNamespace(
-        placement=SimpleNamespace(alone=False), agree=lambda what, mine: [json.dumps(each).encode() for each in told]
+        placement=SimpleNamespace(is_single_rank=False),
+        all_gather_bytes=lambda what, mine: [json.dumps(each).encode() for each in told],
     )
     found = agree_on_machine(exchange, machine, on_cpu=False)
     assert (found.device_bytes, found.available_bytes) == (4 * GB // share, 2 * GB)

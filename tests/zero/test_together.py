@@ -29,7 +29,9 @@ class Room:
             self._barrier.wait()
             return told
 
-        return SimpleNamespace(placement=SimpleNamespace(rank=rank, alone=len(self._told) == 1), agree=agree)
+        return SimpleNamespace(
+            placement=SimpleNamespace(rank=rank, is_single_rank=len(self._told) == 1), all_gather_bytes=agree
+        )
 
 
 def outcomes(*works: Callable[[Any], Any]) -> list[Any]:
