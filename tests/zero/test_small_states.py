@@ -308,7 +308,7 @@ def test_a_model_that_changes_keeps_them(open_engine: Open, nvme_path: Path) -> 
     train(engine, 0, 3, bf16=True)
     before = engine.full_state("outside.weight")
     with seeded(5):
-        model.is_inside = LoraLinear(model.is_inside)
+        model.inside = LoraLinear(model.inside)
     engine.replan()
     after = engine.full_state("outside.weight")
     assert before.keys() == after.keys() == {"step", "row_var", "col_var"}

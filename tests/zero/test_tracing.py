@@ -258,7 +258,7 @@ def test_an_engine_that_is_not_traced_records_nothing(open_engine: OpenEngine, n
         pass
     train(engine, 3, 4)
     engine.synchronize()
-    assert not timeline_of(engine).on and spans_recorded(engine) == 0
+    assert not timeline_of(engine).is_on and spans_recorded(engine) == 0
 
 
 def test_a_full_buffer_keeps_the_latest_and_the_file_and_the_log_say_how_many_are_gone(
@@ -309,7 +309,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_first_step(
     engine = open_engine(build("gpt"), make_config(("none", "none"), nvme_path))
     with pytest.raises(ConfigError, match="missing"), engine.trace(nvme_path / "missing" / "trace.json"):
         train(engine, 1)
-    assert engine.global_steps == 0 and not timeline_of(engine).on
+    assert engine.global_steps == 0 and not timeline_of(engine).is_on
 
 
 # ---- by the environment ---------------------------------------------------------------------------------------------
