@@ -58,7 +58,7 @@ def counted_transfers(engine: Any, operation: str) -> Iterator[list[int]]:
 
 
 def swapped_range(engine: Any, kind: str) -> dict[str, int]:
-    """Which bytes of the swap file hold the "weights", "records" or "gradients": `begin` and `end` of an `AioFault`."""
+    """Which bytes of the swap file hold "weights", "state_arrays" or "gradients": `begin`, `end` of an `AioFault`."""
     storage = storage_of(engine)
     assert len(storage.disk.swap.paths) == 1, "offsets of the swap space and of its only file are the same"
     planes = [plane for plane in getattr(storage, kind) if plane is not None]

@@ -207,7 +207,7 @@ def interrupted_while_waiting(engine: Any, action: Callable[[], Any]) -> None:
 
     What cleans up after the interrupt may wait too, but not for the last record.
     """
-    end = swapped_range(engine, "records")["end"]
+    end = swapped_range(engine, "state_arrays")["end"]
     with interrupted_in_hold(engine, replace(HELD, begin=end - 1, end=end)):
         action()
     assert not updates_of(engine).is_idle
