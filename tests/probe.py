@@ -348,29 +348,29 @@ def is_lent(engine: Any, unit: Any) -> bool:
 
 STEP_STAGES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     # The calls of a step, in this order: (owner, method).
-    "check": lambda engine: (engine.run.parts.stepper, "check"),
+    "check": lambda engine: (engine.run.parts.stepper, "check_updates"),
     "store_edits": lambda engine: (engine.run.parts.parameter_store.editor, "store_edits"),
-    "release_all": lambda engine: (engine.run.parts.coordinator, "release_all"),
-    "finish": lambda engine: (engine.run.parts.stepper, "finish"),
+    "release_all": lambda engine: (engine.run.parts.coordinator, "evict_all"),
+    "finish": lambda engine: (engine.run.parts.stepper, "finish_updates"),
     "flush_all": lambda engine: (engine.run.parts.gradients, "flush_all"),
-    "settle": lambda engine: (engine.run.parts.gradients, "settle"),
+    "settle": lambda engine: (engine.run.parts.gradients, "wait_until_stored"),
     "square_sum": lambda engine: (engine.run.parts.gradients, "square_sum"),
-    "values": lambda engine: (engine.optimizer, "values"),
+    "values": lambda engine: (engine.optimizer, "step_values"),
     "trained_units": lambda engine: (engine.run.parts.stepper.pipeline, "trained_units"),
-    "fix": lambda engine: (engine.run.parts.stepper, "fix"),
-    "at_once": lambda engine: (engine.run.parts.stepper.pipeline, "at_once"),
+    "fix": lambda engine: (engine.run.parts.stepper, "decide"),
+    "at_once": lambda engine: (engine.run.parts.stepper.pipeline, "can_update_now"),
     "update": lambda engine: (engine.run.parts.stepper, "_finish_groups"),
-    "start": lambda engine: (engine.run.parts.stepper, "start"),
+    "start": lambda engine: (engine.run.parts.stepper, "start_updates"),
     "expect_forward": lambda engine: (engine.run.parts.coordinator, "expect_forward"),
 }
 CLOSE_STAGES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     # The calls of a close, in this order: (owner, method).
-    "stop": lambda engine: (engine.run.parts.stepper, "stop"),
+    "stop": lambda engine: (engine.run.parts.stepper, "stop_updates"),
     "hooks": lambda engine: (engine.run.parts.hooks, "remove"),
     "clear": lambda engine: (engine.run.parts.gradients, "clear"),
-    "release_all": lambda engine: (engine.run.parts.coordinator, "release_all"),
+    "release_all": lambda engine: (engine.run.parts.coordinator, "evict_all"),
     "storage": lambda engine: (engine.run.parts.storage, "close"),
-    "wait": lambda engine: (engine.run.parts.storage.io_loop, "block"),
+    "wait": lambda engine: (engine.run.parts.storage.io_loop, "wait_for"),
 }
 
 
