@@ -36,29 +36,28 @@ def tasks() -> set[str]:
     return {path.name for path in Path("/proc/self/task").iterdir()}
 
 
-def tasks_beside(threads: int, times: int = 1) -> set[str]:
-    """The threads that there are at some instant while `splits` runs, but for this one and the one that looks."""
-    seen, over = set[str](), threading.Event()
+def most_helpers(threads: int, times: int) -> int:
+    """The most helpers at one instant while `splits` runs; afterwards, on a busy machine, idle ones may have ended."""
+    before, over, counts = tasks(), threading.Event(), [0]
 
     def look() -> None:
+        others = before | {str(threading.get_native_id())}
         while not over.is_set():
-            seen.update(tasks() - {str(threading.get_native_id())})
+            counts.append(len(tasks() - others))
 
     watcher = threading.Thread(target=look)
     watcher.start()
     try:
-        splits(threads, times)  # an idle helper ends soon: afterwards, on a busy machine, there may be none
+        splits(threads, times)
     finally:
         over.set()
         watcher.join()
-    return seen - {str(threading.get_native_id())}
+    return max(counts)
 
 
 def test_helpers_are_started_once_and_end_when_there_is_nothing_to_do() -> None:
     before = tasks()
-    assert tasks_beside(HELPERS + 1, times=20) - before
-    splits(HELPERS + 1, times=20)
-    assert len(tasks() - before) <= HELPERS
+    assert 0 < most_helpers(HELPERS + 1, times=20) <= HELPERS
     end = time.monotonic() + GONE_SECONDS
     while tasks() - before and time.monotonic() < end:
         time.sleep(0.01)
@@ -87,8 +86,8 @@ def test_a_child_of_a_process_with_helpers_has_its_own() -> None:
     for _ in range(10):
         child = os.fork()
         if child == 0:
-            right = splits(HELPERS + 1, times=3) == expected
-            os._exit(0 if right and tasks_beside(HELPERS + 1, times=20) else 1)
+            helpers = most_helpers(HELPERS + 1, times=20)
+            os._exit(0 if helpers and splits(HELPERS + 1, times=3) == expected else 1)
         children.append(child)
     busy.join()
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * len(children)
