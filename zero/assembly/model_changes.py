@@ -253,10 +253,8 @@ def _switch_parts(old: EngineParts, new: EngineParts, leaving: list[tuple[Leaf, 
         old.parameter_store.restore_parameter(leaf.parameter, value)
     new.take_over_parameters()
     new.parameter_store.copy_dtypes_from(old.parameter_store)
-    new.backward_watch.graph_version, new.backward_watch.is_torn = (
-        old.backward_watch.graph_version,
-        old.backward_watch.is_torn,
-    )
+    new.backward_watch.graph_version = old.backward_watch.graph_version
+    new.backward_watch.is_torn = old.backward_watch.is_torn
     new.stepper.norm = old.stepper.norm
     new.install()
 

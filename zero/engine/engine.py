@@ -98,11 +98,9 @@ class ZeroEngine(ConfigGetters, nn.Module):
         run = self.run = Run(model, config, device, trained.rules, optimizer, scaler, generations=int(generates))
         run.lr_scheduler = scheduler_for(lr_scheduler, optimizer, config)
         self.accumulation, self.scaling = Accumulation(run), LossScaling(run)
-        self.checkpoint_state, self._snapshot_listener, self._device_memory = (
-            CheckpointState(run),
-            SnapshotListener(run),
-            DeviceMemory(run),
-        )
+        self.checkpoint_state = CheckpointState(run)
+        self._snapshot_listener = SnapshotListener(run)
+        self._device_memory = DeviceMemory(run)
         self._averages_guard = AveragesGuard()
         listeners: list[StepListener] = [self.checkpoint_state, self._snapshot_listener, self._averages_guard]
         threshold = None if config.optimizer is None else config.optimizer.params.qk_clip

@@ -67,11 +67,9 @@ def set_ds_attributes(
         attributes[_STATE] = _state_without(parameter, private)
         return
     attributes.setdefault("ds_id", next(_numbers))
-    attributes["ds_shape"], attributes["ds_numel"], attributes["ds_persist"] = (
-        parameter.shape,
-        parameter.numel(),
-        persistent,
-    )
+    attributes["ds_shape"] = parameter.shape
+    attributes["ds_numel"] = parameter.numel()
+    attributes["ds_persist"] = persistent
     attributes["ds_status"] = AVAILABLE  # the class of a released parameter overrides it
     attributes["ds_active_sub_modules"] = set()
     attributes[_NUMEL] = functools.partial(_mean_shard_numel, parameter.numel())

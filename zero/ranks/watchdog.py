@@ -195,11 +195,9 @@ class Watchdog:
         position.state = FAILED if failure is not None else GONE if self._is_stopped else WORKS
         position.error = "" if failure is None else str(failure)
         position.lost = isinstance(failure, RankLostError)
-        position.count, position.last, position.digests = (
-            self._log.count,
-            self._log.describe_last(),
-            self._log.digests(),
-        )
+        position.count = self._log.count
+        position.last = self._log.describe_last()
+        position.digests = self._log.digests()
         position.waits = [(wait.place, wait.what, round(now - wait.since, 1)) for wait in waits[:3]]
         position.beat += 1
         self._board.publish_position(position)
