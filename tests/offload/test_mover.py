@@ -18,10 +18,11 @@ from offload.timeline import Stopwatch, external_wait, has_external_wait
 
 
 @pytest.fixture
-def mover() -> Iterator[IoLoop]:
-    one = IoLoop()
-    yield one
-    one.close()
+def mover(monkeypatch: pytest.MonkeyPatch) -> Iterator[IoLoop]:
+    loop = IoLoop()
+    yield loop
+    monkeypatch.undo()  # the short time limits of a test's own jobs are not those of the close
+    loop.close()
 
 
 async def answer(value: int, turns: int = 0) -> int:
