@@ -20,7 +20,7 @@ from offload.kernels.moments import Moments
 from offload.kernels.segment import Segment
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_MOMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
+_KIND_OF_MOMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Backend:
         """A zn_moments struct; it lives as long as the returned object."""
         scales = moments.exp_avg_scale, moments.exp_avg_sq_scale
         values = {
-            "kind": _MOMENTS[moments.exp_avg.dtype],
+            "kind": _KIND_OF_MOMENTS[moments.exp_avg.dtype],
             "exp_avg": self.pointer(moments.exp_avg),
             "exp_avg_sq": self.pointer(moments.exp_avg_sq),
             "numel": moments.exp_avg.numel(),

@@ -12,7 +12,7 @@ from offload.kernels.segment import Segment
 from offload.kernels.square_sums import row_count
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_MOMENTS = (torch.float32, torch.bfloat16, torch.uint8)
+_DTYPES_OF_MOMENTS = (torch.float32, torch.bfloat16, torch.uint8)
 
 
 def check(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], numel: int, device: torch.device) -> None:
@@ -67,7 +67,7 @@ def check_update(
 
 def check_moments(moments: Moments, numel: int, device: torch.device) -> None:
     """Refuse moments that are not stored in one of the three ways. Raises TypeError."""
-    check("exp_avg", moments.exp_avg, _MOMENTS, numel, device)
+    check("exp_avg", moments.exp_avg, _DTYPES_OF_MOMENTS, numel, device)
     check("exp_avg_sq", moments.exp_avg_sq, (moments.exp_avg.dtype,), numel, device)
     codes = moments.exp_avg.dtype == torch.uint8
     for name, scale in (("exp_avg_scale", moments.exp_avg_scale), ("exp_avg_sq_scale", moments.exp_avg_sq_scale)):

@@ -56,7 +56,7 @@ def _floats(bits: Tensor) -> Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
-def _canonical(values: Tensor) -> Tensor:
+def _with_canonical_nan(values: Tensor) -> Tensor:
     return values.masked_fill(values.isnan(), float("nan"))
 
 
@@ -122,7 +122,7 @@ def load(moments: Moments, tile: slice) -> tuple[Tensor, Tensor]:
         (_decode_sq(moments.exp_avg_sq[tile]), moments.exp_avg_sq_scale[blocks]),
     )
     exp_avg, exp_avg_sq = (
-        _canonical(ratio.view(-1, MOMENTS_BLOCK_NUMEL) * scale[:, None]).view(-1) for ratio, scale in pairs
+        _with_canonical_nan(ratio.view(-1, MOMENTS_BLOCK_NUMEL) * scale[:, None]).view(-1) for ratio, scale in pairs
     )
     return exp_avg, exp_avg_sq
 

@@ -20,8 +20,8 @@ from offload.errors import StateError
 from zero.params.managed_parameter import AccumulatedGradient, set_torch_gradient, torch_gradient
 from zero.params.released_parameter import ACCESSORS, ALIASING_ATTRIBUTES, METADATA_METHODS, name_of, operation_names
 
-_MEMORY_ACCESSORS = frozenset(("data_ptr", "untyped_storage", "_typed_storage", "is_pinned", "is_shared"))
-_METADATA = METADATA_METHODS - _MEMORY_ACCESSORS
+_GRADIENT_MEMORY_ACCESSORS = frozenset(("data_ptr", "untyped_storage", "_typed_storage", "is_pinned", "is_shared"))
+_GRADIENT_METADATA = METADATA_METHODS - _GRADIENT_MEMORY_ACCESSORS
 _COPY_METHODS = frozenset(("__deepcopy__", "__reduce_ex__", "__reduce__"))
 _PRODUCTS = frozenset(("mul_", "__imul__", "multiply_", "_foreach_mul_"))
 _QUOTIENTS = frozenset(("div_", "__itruediv__", "__idiv__", "divide_", "true_divide_", "_foreach_div_"))
@@ -82,7 +82,7 @@ class LazyGradient(torch.Tensor):
             return _run_foreach(func, args, kwargs)
         first = args[0] if args else None
         if isinstance(first, LazyGradient):
-            if name in _METADATA or (name in ACCESSORS and attribute not in ALIASING_ATTRIBUTES):
+            if name in _GRADIENT_METADATA or (name in ACCESSORS and attribute not in ALIASING_ATTRIBUTES):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if name in ("detach", "detach_") or (name == "__get__" and attribute == "data"):
@@ -121,7 +121,7 @@ class LazyGradient(torch.Tensor):
 
 def _compute(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = _compute_lazily(name, args, kwargs)
-    return _run_with_values(func, name, args, kwargs) if result is None else result
+    return _run_on_gradient_values(func, name, args, kwargs) if result is None else result
 
 
 def _compute_lazily(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,7 +145,7 @@ def _run_foreach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         items = [arg[index] if isinstance(arg, (list, tuple)) and len(arg) == count else arg for arg in args]
         result = _compute_lazily(name, tuple(items), kwargs)
         lists = tuple([item] if isinstance(arg, (list, tuple)) else item for item, arg in zip(items, args, strict=True))
-        results.append([result] if result is not None else _run_with_values(func, name, lists, kwargs))
+        results.append([result] if result is not None else _run_on_gradient_values(func, name, lists, kwargs))
     return None if name.endswith("_") else tuple(result[0] for result in results)
 
 
@@ -176,7 +176,7 @@ def _norm(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | 
     return None if norm is None else torch.tensor(norm, dtype=torch.float32, device=args[0].device)
 
 
-def _run_with_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_on_gradient_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on the gradients' values; store what it has changed."""
     gradients: dict[int, tuple[LazyGradient, Tensor]] = {}
     is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
@@ -204,7 +204,7 @@ def _run_with_values(func: Callable[..., Any], name: str, args: tuple[Any, ...],
         previous = before[key]
         if not torch.equal(values, previous) if isinstance(previous, Tensor) else values._version != previous:
             gradient.accumulated.write(values)
-        elif name in _MEMORY_ACCESSORS or _shares_memory(result, values):
+        elif name in _GRADIENT_MEMORY_ACCESSORS or _shares_memory(result, values):
             values.__dict__[IS_EXPOSED] = True
             set_torch_gradient(gradient.parameter, values)
     gradient_of = {id(values): gradient for gradient, values in gradients.values()}

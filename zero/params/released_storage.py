@@ -13,7 +13,7 @@ from torch import nn
 
 from offload.errors import StateError
 
-_METADATA = frozenset(("_cdata", "_weak_ref", "device", "element_size", "get_device", "is_pinned"))
+_STORAGE_METADATA = frozenset(("_cdata", "_weak_ref", "device", "element_size", "get_device", "is_pinned"))
 
 
 class ReleasedStorage:
@@ -46,7 +46,7 @@ class ReleasedStorage:
         return f"{type(self).__name__}(of {self._source!r})"
 
     def __getattr__(self, name: str) -> Any:
-        if name in _METADATA:
+        if name in _STORAGE_METADATA:
             return getattr(self._storage, name)
         if hasattr(torch.UntypedStorage, name):
             raise self._refusal
