@@ -11,7 +11,7 @@ import torch
 from models import build, make_config, tokens
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zero.engine.snapshot_calls import SnapshotListener
+from zero.assembly.step_snapshots import StepSnapshots
 from zero.values.fragments import safe_get_full_grad, safe_set_full_grad
 
 Open = Callable[..., Any]
@@ -120,7 +120,7 @@ def test_hooks_after_a_step_are_called_also_where_somebody_told_of_it_raises(
     def fail(*_: object) -> None:
         raise OSError("told")
 
-    monkeypatch.setattr(SnapshotListener, "on_eager_updates_done", fail)
+    monkeypatch.setattr(StepSnapshots, "commit_in_step", fail)
     engine.backward(engine(tokens(0)))
     with pytest.raises(OSError, match="told"):
         engine.step()

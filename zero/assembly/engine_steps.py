@@ -8,8 +8,8 @@ for the updates of the values that the call is going to use.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,11 +18,13 @@ from offload.errors import StateError, StorageError
 from offload.system.interrupts import atomic
 from offload.timeline import Stopwatch
 from zero.assembly.accumulation import Accumulation
+from zero.assembly.averages_guard import AveragesGuard
 from zero.assembly.device_memory import DeviceMemory
 from zero.assembly.engine_parts import EngineParts
 from zero.assembly.loss_scaling import LossScaling
 from zero.assembly.run import Run
 from zero.assembly.state_kinds import NEEDED_BY_BACKWARD, NEEDED_BY_FORWARD, OffloadStateTypeEnum
+from zero.assembly.step_snapshots import StepSnapshots
 from zero.optim.loss_scale import LossScaleError
 from zero.optim.lr_scheduler import step_scheduler
 from zero.optim.optimizer import ZeroOptimizer
@@ -39,8 +41,8 @@ DISCARDS = (
 )
 
 
-class StepListener:
-    """Callbacks for steps and for other changes of weights. Each does nothing unless it is overridden."""
+class StepCheckpoints(Protocol):
+    """Checkpoints of one engine, as its steps know them: one may be written while training continues."""
 
     def check_call(self, what: str) -> None:
         """The call `what` begins: raise if it is not allowed now."""
@@ -48,29 +50,11 @@ class StepListener:
     def on_engine_call(self) -> None:
         """The engine is called: raise an error that was not raised yet."""
 
-    def on_step_request(self) -> None:
-        """A step is asked for: raise if it is not allowed now."""
-
     def on_persistent_unbind(self) -> None:
         """The persistent units are about to be released."""
 
     def on_step_begin(self) -> None:
         """A step is about to be decided, and the persistent units are about to be released."""
-
-    def on_units_evicted(self) -> None:
-        """No unit is bound, and the step is not decided yet."""
-
-    def on_step_decided(self) -> None:
-        """The step is decided and counted; nothing has used its new weights yet."""
-
-    def on_gradients_discarded(self, *, forwards: bool) -> None:
-        """The gradients since the last step are discarded; `forwards`: the forwards of the whole batch are, too."""
-
-    def on_eager_updates_done(self) -> None:
-        """The updates that cannot be deferred are done."""
-
-    def on_persistent_updated(self) -> None:
-        """The persistent units have their values of the last step, and nothing has used them yet."""
 
     def on_weights_change(self, index: int) -> None:
         """A unit's weights are about to change by other means than a step."""
@@ -85,13 +69,35 @@ class StepListener:
         """All planes are about to be rewritten, or replaced."""
 
 
+class AttentionClip(Protocol):
+    """Scales attention weights down after a step. It reads and changes them through the steps that it is passed."""
+
+    def on_engine_call(self, steps: EngineSteps) -> None:
+        """The engine is called: complete what an error has interrupted."""
+
+    def on_step_request(self) -> None:
+        """A step is asked for: raise if it is not allowed now."""
+
+    def on_gradients_discarded(self, *, forwards: bool) -> None:
+        """The gradients since the last step are discarded; `forwards`: the forwards of the whole batch are, too."""
+
+    def on_eager_updates_done(self, steps: EngineSteps) -> None:
+        """The updates that cannot be deferred are done."""
+
+
 class EngineSteps:
     """The steps of one engine.
 
     Args:
         accumulation: counts the micro-batches.
         device_memory: the states that `offload_states` has put away.
-        listeners: called at each step, in this order.
+        checkpoints: those in progress.
+        attention_clip: None: the weights of attention are not clipped.
+
+    Attributes:
+        decided_steps: steps decided and counted by this engine; a checkpoint that is loaded does not change it.
+        decided_samples: samples of these steps, on all ranks.
+        discards: how often the gradients of a step were discarded.
     """
 
     def __init__(
@@ -100,16 +106,21 @@ class EngineSteps:
         accumulation: Accumulation,
         scaling: LossScaling,
         device_memory: DeviceMemory,
-        listeners: Sequence[StepListener],
+        checkpoints: StepCheckpoints,
+        attention_clip: AttentionClip | None,
     ) -> None:
         self._run = run
         self._accumulation = accumulation
         self._scaling = scaling
         self._device_memory = device_memory
-        self._listeners = listeners
+        self._checkpoints = checkpoints
+        self.snapshots = StepSnapshots(run)
+        self.averages_guard = AveragesGuard()
+        self._attention_clip = attention_clip
         self._schedule_arguments: Mapping[str, Any] = {}  # Of the last step asked for; passed to the scheduler.
         self._was_applied = False
         self._backwards = 0  # Since the last step.
+        self.decided_steps = self.decided_samples = self.discards = 0
         self.stopwatch = Stopwatch()  # Time of the steps.
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -176,16 +187,18 @@ class EngineSteps:
     def _notify_discarded(self, *, forwards: bool) -> None:
         self._backwards = 0
         self._scaling.begin_step()
-        for listener in self._listeners:
-            listener.on_gradients_discarded(forwards=forwards)
+        if self._attention_clip is not None:
+            self._attention_clip.on_gradients_discarded(forwards=forwards)
+        self.discards += 1
 
     def _request_step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Register a step, which is legal now. From here on it will be taken, even if an error interrupts it."""
         run, parts = self._run, self._run.parts
         if run.updater is None:
             raise StateError("step: the engine was made without an optimizer; add one to the config or pass one")
-        for listener in self._listeners:
-            listener.on_step_request()
+        self.snapshots.check_loaded()
+        if self._attention_clip is not None:
+            self._attention_clip.on_step_request()
         self._device_memory.reload("step")
         if parts.parameter_store.editor.is_editing:
             raise StateError(
@@ -217,9 +230,10 @@ class EngineSteps:
             parts.stepper.on_updates_begun()
             parts.coordinator.expect_forward()
             try:
-                for listener in self._listeners:
-                    listener.on_eager_updates_done()
-            finally:  # The step was taken, even if a listener raises.
+                self.snapshots.commit_in_step()
+                if self._attention_clip is not None:
+                    self._attention_clip.on_eager_updates_done(self)
+            finally:  # The step was taken, even if one of these raises.
                 if parts.stepper.changes_weights:
                     run.updater.call_post_hooks()
 
@@ -228,11 +242,9 @@ class EngineSteps:
         run, stepper = self._run, self._run.parts.stepper
         number = run.global_steps + 1
         if stepper.state == StepState.REQUESTED:
-            for listener in self._listeners:
-                listener.on_step_begin()
+            self._checkpoints.on_step_begin()
             run.parts.coordinator.evict_all()
-            for listener in self._listeners:
-                listener.on_units_evicted()
+            self.snapshots.commit_pending()
             if run.parts.gradients.factors:
                 stepper.finish_updates()  # updates of the last step read the gradients that it has sealed
                 run.parts.gradients.finish_for_step()  # until then ranks differ in which gradients there are
@@ -272,14 +284,16 @@ class EngineSteps:
                     step_scheduler(run.lr_scheduler, self._schedule_arguments, run.config.train_batch_size)
         finally:  # As in DeepSpeed, a schedule that reads the counters sees those of the steps before.
             run.global_steps = number
-            run.global_samples += self._samples()
+            samples = self._samples()
+            run.global_samples += samples
             run.skipped_steps += not applied
             self._backwards = 0
             self._accumulation.begin_step()
             self._scaling.begin_step()
         optimizer._global_grad_norm = parts.stepper.norm
-        for listener in self._listeners:
-            listener.on_step_decided()
+        self.snapshots.begin_if_due()
+        self.decided_steps += 1
+        self.decided_samples += samples
 
     def _samples(self) -> int:
         """Samples of the counted step on all ranks. If the user sets the boundaries, its backwards are counted."""
@@ -348,8 +362,11 @@ class EngineSteps:
         """Raise StateError if the engine is closed. `what`: the call, for the message."""
         if self._run.closed:
             raise StateError(f"{what}: the engine is closed")
-        for listener in self._listeners:
-            listener.check_call(what)
+        self._check_call(what)
+
+    def _check_call(self, what: str) -> None:
+        self._checkpoints.check_call(what)
+        self.averages_guard.check_call(what)
 
     def make_ready(self, what: str, needs: frozenset[OffloadStateTypeEnum] | None = None) -> None:
         """Raise if the engine is closed; complete a step that was asked for; bind the persistent units.
@@ -359,15 +376,15 @@ class EngineSteps:
         fails again.
         """
         self.check_open(what)
-        for listener in self._listeners:
-            listener.on_engine_call()
+        self._checkpoints.on_engine_call()
+        if self._attention_clip is not None:
+            self._attention_clip.on_engine_call(self)
         self._complete_pending()
         self._device_memory.reload(what, needs)
         parts = self._run.parts
         if not parts.coordinator.is_persistent_bound and not self._device_memory.offloaded_kinds & NEEDED_BY_FORWARD:
             parts.stepper.update_persistent_units()
-            for listener in self._listeners:
-                listener.on_persistent_updated()
+            self.snapshots.write_persistent()
             parts.coordinator.bind_persistent()
 
     def make_ready_to_run(self, what: str) -> None:
@@ -376,8 +393,7 @@ class EngineSteps:
 
     def make_ready_to_train(self) -> None:
         self._backwards += 1
-        for listener in self._listeners:
-            listener.check_call("backward")
+        self._check_call("backward")
         if self._device_memory.offloaded_kinds & NEEDED_BY_BACKWARD:
             self.make_ready("backward", NEEDED_BY_BACKWARD)
 
@@ -400,26 +416,25 @@ class EngineSteps:
 
     def on_weights_change(self, index: int) -> None:
         """A unit is about to change by other means than a step."""
-        for listener in self._listeners:
-            listener.on_weights_change(index)
+        self._checkpoints.on_weights_change(index)
+        self.snapshots.invalidate()
 
     def on_forward_modify(self, index: int) -> None:
         """A forward has changed a unit in place."""
-        for listener in self._listeners:
-            listener.on_forward_modify(index)
+        self._checkpoints.on_forward_modify(index)
         self.on_weights_change(index)
 
     def on_edit_begin(self) -> None:
-        for listener in self._listeners:
-            listener.on_edit_begin()
+        self._checkpoints.on_edit_begin()
 
     def prepare_rewrite(self) -> EngineParts:
         """The parts, ready for rewriting their planes: nothing is in flight, no unit is bound, graphs are invalid."""
         parts = self._run.parts
         self._device_memory.reload("a change of the model or of its values")
         parts.wait_until_idle()
-        for listener in self._listeners:
-            listener.on_rewrite_begin()
+        self._checkpoints.on_rewrite_begin()
+        self.snapshots.invalidate()
+        self.averages_guard.check_rewrite()
         parts.coordinator.evict_all()
         parts.backward_watch.graph_version += 1
         # A forward that is still queued on the device reads the weights in place, or copies of them: wait for it.
@@ -430,8 +445,7 @@ class EngineSteps:
 
     def evict_all(self) -> None:
         """Release every unit, also the persistent ones; `make_ready` binds these again."""
-        for listener in self._listeners:
-            listener.on_persistent_unbind()
+        self._checkpoints.on_persistent_unbind()
         self._run.parts.coordinator.evict_all()
 
     def values_of(self, parameter: nn.Parameter, *, to_change: bool = False) -> ParameterValues:

@@ -18,13 +18,10 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
-from typing_extensions import override
-
 from offload.errors import StateError
 from offload.io_loop import IoFuture
 from offload.system.worker import Worker
 from zero.assembly.engine_parts import EngineParts
-from zero.assembly.engine_steps import StepListener
 from zero.assembly.run import Run
 from zero.checkpoint.frozen import Sums
 from zero.checkpoint.rank_data_file import Extent
@@ -171,7 +168,7 @@ class BackgroundSave:
             raise StateError(f"saving a checkpoint: rank {rank} {why}, and {self._save.tag} is not complete")
 
 
-class CheckpointState(StepListener):
+class CheckpointState:
     """An engine's knowledge of its checkpoints between calls: the save in progress, and changes of values meanwhile.
 
     Attributes:
@@ -230,7 +227,6 @@ class CheckpointState(StepListener):
         self._background_save = None  # an interrupt that ends the wait does not end the save
         return error
 
-    @override
     def check_call(self, what: str) -> None:
         if self.partially_loaded_folder:
             raise StateError(
@@ -238,24 +234,20 @@ class CheckpointState(StepListener):
                 "others are not; load it again or a checkpoint, or close the engine"
             )
 
-    @override
     def on_engine_call(self) -> None:
         if self._background_save is not None and self._background_save.is_done:
             self.wait_for_checkpoint()
 
-    @override
     def on_persistent_unbind(self) -> None:
         bound = (
             bound for bound in self._run.parts.bound if bound.unit.persistent and bound.is_bound and bound.has_changes
         )
         self.edited_units = self.edited_units[0], self.edited_units[1] | {binding.unit.name for binding in bound}
 
-    @override
     def on_step_begin(self) -> None:
         self.on_persistent_unbind()
         self.edited_units = self.edited_units[1], frozenset()
 
-    @override
     def on_weights_change(self, index: int) -> None:
         # The save has to read the old weights first. The next call raises an error of the save: raised here it would
         # prevent the change.
@@ -264,17 +256,14 @@ class CheckpointState(StepListener):
         if not self._run.parts.layout.units[index].trainable:
             self.frozen_sums = None
 
-    @override
     def on_forward_modify(self, index: int) -> None:
         unit = self._run.parts.layout.units[index]
         if self._run.parts.storage.flat_buffer(unit) is not None:
             self.modified_units.add(unit.name)
 
-    @override
     def on_edit_begin(self) -> None:
         self.wait_for_checkpoint()
 
-    @override
     def on_rewrite_begin(self) -> None:
         self.wait_for_checkpoint()
         self.frozen_sums = None

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from typing_extensions import override
 
 from offload.errors import BudgetError, StateError
 from offload.kernels import masters
@@ -25,7 +24,7 @@ from offload.memory.host_memory import aligned_copy, trim_heap
 from offload.planes.tiered_array import await_all
 from offload.sizes import format_bytes
 from zero.assembly.engine_parts import EngineParts
-from zero.assembly.engine_steps import EngineSteps, StepListener
+from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.model_changes import ModelChanges
 from zero.assembly.run import Run
 from zero.exchange.all_ranks import AllRanks
@@ -34,44 +33,6 @@ from zero.params.layout import SubGroup, Unit
 from zero.plan.machine import read_machine
 from zero.store.staging import StagedSubGroup
 from zero.store.storage import Storage
-from zero.values.unit_editor import EDIT
-
-REFUSED_CALLS = {
-    *("backward", "step", "optimizer.step", "replan"),
-    *("save_checkpoint", "load_checkpoint", "save_snapshot", "load_snapshot"),
-    *("optimizer.state_dict", "optimizer.load_state_dict", "optimizer.state", EDIT),
-}
-"""Calls that need the trained weights, or would replace masters or planes that are exchanged or put aside."""
-
-
-class AveragesGuard(StepListener):
-    """The sub-groups that are averages now. It refuses calls that train, save or replace the weights meanwhile.
-
-    Attributes:
-        open_blocks: number of open `averaged_weights()` blocks, one inside the other.
-        averaged_groups: sub-groups whose weights are averages.
-        is_swapping: an exchange is running.
-    """
-
-    def __init__(self) -> None:
-        self.open_blocks, self.is_swapping = 0, False
-        self.averaged_groups: set[SubGroup] = set()
-
-    @override
-    def check_call(self, what: str) -> None:
-        if what in REFUSED_CALLS:
-            self._check(what)
-
-    @override
-    def on_rewrite_begin(self) -> None:
-        self._check("replacing weights")
-
-    def _check(self, what: str) -> None:
-        if (self.open_blocks or self.averaged_groups) and not self.is_swapping:
-            raise StateError(
-                f"{what}: inside engine.averaged_weights() the weights are averages; call it outside"
-                + ("" if self.open_blocks else ". Leaving the block failed: enter and leave it once more")
-            )
 
 
 class _AveragedRun(NamedTuple):
@@ -133,11 +94,11 @@ class _SavedMasters:
 
 
 class AveragedWeights:
-    def __init__(self, run: Run, steps: EngineSteps, changes: ModelChanges, guard: AveragesGuard) -> None:
+    def __init__(self, run: Run, steps: EngineSteps, changes: ModelChanges) -> None:
         self._run = run
         self._steps = steps
         self._changes = changes
-        self._guard = guard
+        self._guard = steps.averages_guard
         self._saved_masters: _SavedMasters | None = None
         self._interpolation_of: Mapping[int, float] = {}  # Parameter index -> `_AveragedRun.interpolation`.
 

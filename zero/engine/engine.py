@@ -24,7 +24,7 @@ from zero.activations.saved_tensors import Activations
 from zero.assembly.accumulation import Accumulation
 from zero.assembly.device_memory import DeviceMemory, Kinds
 from zero.assembly.engine_parts import EngineParts
-from zero.assembly.engine_steps import EngineSteps, StepListener
+from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.loss_scaling import LossScaling
 from zero.assembly.model_changes import ModelChanges
 from zero.assembly.offload_states import OffloadStates
@@ -39,14 +39,14 @@ from zero.compat.engine_getters import ConfigGetters
 from zero.config import Config
 from zero.data.forward_schedules import ForwardSchedules
 from zero.data.loaders import Loaders
-from zero.engine.averaged_weights import AveragedWeights, AveragesGuard
+from zero.engine.averaged_weights import AveragedWeights
 from zero.engine.client_calls import ClientCalls
 from zero.engine.generation import Generation
 from zero.engine.micro_batches import LossOf, loss_by_call, next_batch, run_interleaved
 from zero.engine.parameter_offload import ParameterOffload
 from zero.engine.qk_clip import QkClip
 from zero.engine.reports import Reports
-from zero.engine.snapshot_calls import SnapshotCalls, SnapshotListener
+from zero.engine.snapshot_calls import SnapshotCalls
 from zero.engine.values import Values
 from zero.exchange.collectives import Collectives, SingleRankCollectives
 from zero.forward_profiler import FlopsProfiler
@@ -99,16 +99,11 @@ class ZeroEngine(ConfigGetters, nn.Module):
         run.lr_scheduler = scheduler_for(lr_scheduler, optimizer, config)
         self.accumulation, self.scaling = Accumulation(run), LossScaling(run)
         self.checkpoint_state = CheckpointState(run)
-        self._snapshot_listener = SnapshotListener(run)
         self._device_memory = DeviceMemory(run)
-        self._averages_guard = AveragesGuard()
-        listeners: list[StepListener] = [self.checkpoint_state, self._snapshot_listener, self._averages_guard]
         threshold = None if config.optimizer is None else config.optimizer.params.qk_clip
-        if threshold is not None and optimizer is not None:
-            listeners.append(QkClip(run, threshold, lambda parameter: self.steps.values_of(parameter, to_change=True)))
-        self.steps = EngineSteps(run, self.accumulation, self.scaling, self._device_memory, listeners)
+        clip = None if threshold is None or optimizer is None else QkClip(run, threshold)
+        self.steps = EngineSteps(run, self.accumulation, self.scaling, self._device_memory, self.checkpoint_state, clip)
         self.reports = Reports(run, self.steps)
-        listeners.append(self.reports)
         events = self._make_callbacks()
         self._build(events, collectives or SingleRankCollectives(), trained)
         self._add_collaborators(events)
@@ -161,12 +156,12 @@ class ZeroEngine(ConfigGetters, nn.Module):
     def _add_collaborators(self, callbacks: EngineCallbacks) -> None:
         run, steps, state = self.run, self.steps, self.checkpoint_state
         changes = self.model_changes = ModelChanges(run, steps, callbacks)
-        self.averages = AveragedWeights(run, steps, changes, self._averages_guard)
+        self.averages = AveragedWeights(run, steps, changes)
         self.offloading = OffloadStates(run, steps, self._device_memory)
         self.saves = SaveCheckpoints(run, steps, changes, state)
         self.loads = LoadCheckpoints(run, steps, self.saves, state)
         self.weights_out = ExportWeights(run, steps, changes)
-        self.snapshots = SnapshotCalls(run, steps, self.accumulation, self._snapshot_listener)
+        self.snapshots = SnapshotCalls(run, steps, self.accumulation)
         self.values, self.generations, self.loaders = Values(run, steps), Generation(run, steps), Loaders(run)
         self.calls = ClientCalls(run, steps, changes, self.offloading)
         self.schedules = ForwardSchedules(run.config)
@@ -1052,7 +1047,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         run.detach_finalizer()
         try:
             unsaved = self.checkpoint_state.join()
-            self._snapshot_listener.commit_last()
+            self.steps.snapshots.commit_last()
             if not parts.collectives.placement.is_single_rank:  # others may still read this rank's slices
                 with suppress(StorageError):
                     parts.stepper.finish_updates()

@@ -24,12 +24,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from offload.errors import ConfigError, StateError
-from zero.assembly.engine_steps import StepListener
+from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.run import Run
-from zero.values.parameter_values import ParameterValues
 
 logger = logging.getLogger("zero")
 
@@ -117,20 +115,19 @@ def _observe_call(
         observe_attention_logits(module, largest_logits(query, key, mask, scaling, causal=causal))
 
 
-class QkClip(StepListener):
+class QkClip:
     """Watches the attention modules of one engine, and clips after each step.
 
     Args:
         run: the engine's run, before its model is sharded.
         threshold: heads with larger logits are scaled down.
-        values_of: parameter -> its values, for changing them.
 
     Raises:
         ConfigError: the model's queries and keys cannot be scaled or observed.
     """
 
-    def __init__(self, run: Run, threshold: float, values_of: Callable[[nn.Parameter], ParameterValues]) -> None:
-        self._run, self._threshold, self._values_of = run, threshold, values_of
+    def __init__(self, run: Run, threshold: float) -> None:
+        self._run, self._threshold = run, threshold
         self._pending: list[tuple[nn.Parameter, Tensor]] = []
         self._scaled_value: Tensor | None = None  # New values of the first of them.
         """(parameter, factor of each row): parameters that are still to be scaled after the last step."""
@@ -154,32 +151,28 @@ class QkClip(StepListener):
             if module in _LARGEST:
                 _LARGEST[module] = saved[name].to(self._run.device) if name in saved else None
 
-    @override
-    def on_engine_call(self) -> None:
+    def on_engine_call(self, steps: EngineSteps) -> None:
         if self._pending and not self._is_scaling:
-            self._scale()
+            self._scale(steps)
 
-    @override
     def on_step_request(self) -> None:
         """Watch modules that are new in the model. Raises ConfigError: as the constructor."""
         self._modules = list(attention_modules(self._run.module))
         for module in self._modules:
             _LARGEST.setdefault(module, None)
 
-    @override
     def on_gradients_discarded(self, *, forwards: bool) -> None:
         if forwards:  # else the maxima may be of a forward whose backward is still to run
             self.load_state_dict({})
 
-    @override
-    def on_eager_updates_done(self) -> None:
+    def on_eager_updates_done(self, steps: EngineSteps) -> None:
         modules = self._modules  # in the same order on every rank
         if not self._run.parts.stepper.changes_weights:
             self.load_state_dict({})
             return
         for number, largest in self._max_over_ranks(modules).items():
             self._pending += self._factors(modules[number], largest)
-        self._scale()
+        self._scale(steps)
 
     def _max_over_ranks(self, modules: list[nn.Module]) -> dict[int, list[float]]:
         """Number of a module -> largest logit of each head over all ranks. All ranks call it together."""
@@ -221,13 +214,13 @@ class QkClip(StepListener):
                 if parameter is not None:
                     yield parameter, factor
 
-    def _scale(self) -> None:
+    def _scale(self, steps: EngineSteps) -> None:
         """Scale the pending parameters. Raises StorageError: the next call scales those that are left."""
         self._is_scaling = True
         try:
             while self._pending:
                 parameter, factor = self._pending[0]
-                values = self._values_of(parameter)
+                values = steps.values_of(parameter, to_change=True)
                 if self._scaled_value is None:  # else they may be stored already, although that was interrupted
                     self._scaled_value = values.master() * factor.view(-1, *[1] * (parameter.dim() - 1))
                 values.set_master(self._scaled_value)

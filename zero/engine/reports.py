@@ -16,13 +16,12 @@ from typing import Any
 
 import psutil
 import torch
-from typing_extensions import override
 
 from offload.accelerator import is_accelerator, module_of
 from offload.kernels import kernels
 from offload.sizes import format_bytes
 from offload.timeline import Stopwatch
-from zero.assembly.engine_steps import EngineSteps, StepListener
+from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.run import Run
 from zero.config import Config
 from zero.engine.autotuning_run import AutotuningRun
@@ -43,12 +42,15 @@ TIMES = ("forward", "backward", "step", "wait")
 class Reporter:
     """Makes the reports that were asked for, on the first rank."""
 
-    def __init__(self, run: Run, config: Config, monitor: Monitors) -> None:
-        self.config, self.monitor = config, monitor
-        self.loss: torch.Tensor | None = None
+    def __init__(self, run: Run, steps: EngineSteps, monitor: Monitors) -> None:
+        config = self.config = run.config
+        self.monitor = monitor
+        self._steps = steps
+        self._loss: torch.Tensor | None = None
+        self._discards = 0  # `EngineSteps.discards` when the loss was noted.
         self.times = dict.fromkeys(TIMES, 0.0)
         self._seconds = dict.fromkeys(TIMES, 0.0)
-        self._printed_at, self._counted_samples, self._samples_before = time.perf_counter(), 0, 0
+        self._printed_at, self._printed_samples = time.perf_counter(), 0
         if config.dump_state:
             dump_state(run)
 
@@ -62,19 +64,18 @@ class Reporter:
         """Add one micro-batch's part of the step's loss; it is read at the step, so that this waits for no device."""
         if self.monitor.writers:
             part = loss.detach().mean()
-            self.loss = part if self.loss is None else self.loss + part
+            before = self._take_loss()
+            self._loss = part if before is None else before + part
 
-    def on_step_begin(self, run: Run) -> None:
-        self._samples_before = run.global_samples
-
-    def on_step_decided(self, run: Run) -> None:
-        self._counted_samples += (
-            run.global_samples - self._samples_before
-        )  # samples that a checkpoint counts took no time here
+    def _take_loss(self) -> torch.Tensor | None:
+        """The loss noted so far; None: there is none, or its gradients were discarded."""
+        loss, self._loss = self._loss, None
+        discards, self._discards = self._discards, self._steps.discards
+        return loss if discards == self._discards else None
 
     def on_step_end(self, run: Run, reports: Reports) -> None:
         self._measure(reports)
-        config, loss, self.loss = self.config, self.loss, None
+        config, loss = self.config, self._take_loss()
         if self.monitor.writers:
             self.monitor.write_events(self._events(run, loss))
         if config.steps_per_print is not None and run.global_steps % config.steps_per_print == 0:
@@ -108,9 +109,9 @@ class Reporter:
         return [(f"Train/Samples/{tag}", float(value), samples) for tag, value in values.items()]
 
     def _progress(self, run: Run) -> str:
-        now = time.perf_counter()
-        rate = self._counted_samples / max(now - self._printed_at, 1e-9)
-        self._printed_at, self._counted_samples = now, 0
+        now, samples = time.perf_counter(), self._steps.decided_samples
+        rate = (samples - self._printed_samples) / max(now - self._printed_at, 1e-9)
+        self._printed_at, self._printed_samples = now, samples
         parts = [
             f"step={run.global_steps}",
             f"skipped={run.skipped_steps}",
@@ -155,7 +156,7 @@ def memory_line(run: Run, reports: Reports) -> str:
     return " | ".join(parts)
 
 
-class Reports(StepListener):
+class Reports:
     """The reports of one engine. Raises ConfigError: an enabled monitor cannot be opened.
 
     `forward`, `backward`: stopwatches of all forwards and of all backwards.
@@ -174,11 +175,11 @@ class Reports(StepListener):
             FirstForwardProfiler(profiler, measures=first) if wanted and profiler is not None else None
         )
         reports = first and Reporter.is_wanted(config, self.monitor)
-        self._reporter = Reporter(run, config, self.monitor) if reports else None
+        self._reporter = Reporter(run, steps, self.monitor) if reports else None
         block = config.autotuning
         path = None if block is None else block.metric_path
         self._autotuning_run = None if block is None or path is None else AutotuningRun(block, Path(path), run, steps)
-        self._is_due = False
+        self._reported_steps = 0  # No step number: a loaded checkpoint changes that.
 
     @property
     def will_profile_forward(self) -> bool:
@@ -196,27 +197,11 @@ class Reports(StepListener):
         if self._reporter is not None:
             self._reporter.note_loss(loss)
 
-    @override
-    def on_gradients_discarded(self, *, forwards: bool) -> None:
-        if self._reporter is not None:
-            self._reporter.loss = None
-
-    @override
-    def on_step_begin(self) -> None:
-        if self._reporter is not None:
-            self._reporter.on_step_begin(self._run)
-
-    @override
-    def on_step_decided(self) -> None:
-        if self._reporter is not None:
-            self._reporter.on_step_decided(self._run)
-        self._is_due = True  # a flag, since a loaded checkpoint changes the step number
-
     def report_step(self) -> None:
         """Raises SystemExit: this was the last step of a run that `zero run --autotuning` measures."""
-        if not self._is_due:
+        if self._reported_steps == self._steps.decided_steps:
             return
-        self._is_due = False
+        self._reported_steps = self._steps.decided_steps
         if self._reporter is not None:
             self._reporter.on_step_end(self._run, self)
         if self._autotuning_run is not None:

@@ -3,95 +3,26 @@
 from __future__ import annotations
 
 import logging
-import sys
-import time
 
-from typing_extensions import override
-
-from offload.errors import StateError, ZeroInfinityError
+from offload.errors import StateError
 from zero.assembly.accumulation import Accumulation
-from zero.assembly.engine_steps import EngineSteps, StepListener
+from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.run import Run
 from zero.exchange.all_ranks import AllRanks
 from zero.reports.log import NOTICE
-from zero.snapshots.snapshot_state import capture_state, check_state, restore_state
+from zero.snapshots.snapshot_state import check_state, restore_state
 from zero.snapshots.snapshots import Snapshots
 
 logger = logging.getLogger("zero")
 
 
-class SnapshotListener(StepListener):
-    """Begins a snapshot when a step is due for one, and commits it before the next step."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def begin_snapshot(self, snapshots: Snapshots) -> None:
-        """Begin a snapshot of the last step."""
-        run = self._run
-        snapshots.begin_snapshot(run.global_steps, capture_state(run, run.parts.stepper.norm))
-
-    def commit_last(self) -> None:
-        """Commit when the engine closes, but not while an error is raised or handled.
-
-        A step may be incomplete then, and the other ranks may be at any other call.
-        """
-        snapshots = self._run.parts.snapshots
-        if snapshots is None or snapshots.pending is None or sys.exc_info()[0] is not None:
-            return
-        try:
-            self.on_units_evicted()
-        except ZeroInfinityError as error:
-            logger.warning("the snapshot of step %d could not be committed: %s", snapshots.pending.step, error)
-
-    @override
-    def on_step_request(self) -> None:
-        if self._run.parts.snapshots is not None:
-            self._run.parts.snapshots.check_loaded()
-
-    @override
-    def on_units_evicted(self) -> None:
-        snapshots = self._run.parts.snapshots
-        if snapshots is not None and snapshots.pending is not None:
-            self._run.parts.stepper.finish_updates()
-            snapshots.commit()
-
-    @override
-    def on_step_decided(self) -> None:
-        snapshots = self._run.parts.snapshots
-        if snapshots is not None and snapshots.is_due(self._run.global_steps):
-            began = time.perf_counter()
-            self.begin_snapshot(snapshots)
-            snapshots.seconds += time.perf_counter() - began
-
-    @override
-    def on_eager_updates_done(self) -> None:
-        if self._run.parts.snapshots is not None and self._run.parts.snapshots.commits_in_step:
-            self.on_units_evicted()
-
-    @override
-    def on_persistent_updated(self) -> None:
-        if self._run.parts.snapshots is not None:
-            self._run.parts.snapshots.write_persistent()
-
-    @override
-    def on_weights_change(self, index: int) -> None:
-        self.on_rewrite_begin()
-
-    @override
-    def on_rewrite_begin(self) -> None:
-        if self._run.parts.snapshots is not None:
-            self._run.parts.snapshots.invalidate()
-
-
 class SnapshotCalls:
     """`engine.save_snapshot` and `engine.load_snapshot`."""
 
-    def __init__(self, run: Run, steps: EngineSteps, accumulation: Accumulation, listener: SnapshotListener) -> None:
+    def __init__(self, run: Run, steps: EngineSteps, accumulation: Accumulation) -> None:
         self._run = run
         self._steps = steps
         self._accumulation = accumulation
-        self._listener = listener
 
     def save_snapshot(self) -> int:
         """See `ZeroEngine.save_snapshot`."""
@@ -102,7 +33,7 @@ class SnapshotCalls:
             )
         snapshots.check_loaded()
         parts.stepper.finish_updates()
-        self._listener.begin_snapshot(snapshots)
+        self._steps.snapshots.begin_snapshot(snapshots)
         snapshots.commit()
         if snapshots.committed_step != self._run.global_steps:
             raise StateError("save_snapshot: another rank changed weights during the call; call it again")
