@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Container, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -41,25 +41,28 @@ from zero.params.units import CoveredUnit, Leaf, coded_numel, collect_leaves
 from zero.plan.machine import machine_to_plan
 from zero.reports.log import NOTICE, start_line
 from zero.reports.precision_table import dtype_table, warn_of_slow_matmuls
-from zero.schedule.backward import BackwardWatch
+from zero.schedule.backward import BackwardCalls, BackwardWatch
 from zero.schedule.coordinator import Coordinator
-from zero.schedule.engine_callbacks import EngineCallbacks
 from zero.schedule.expert_rows import ExpertRowFetcher
 from zero.schedule.hooks import ModuleHooks, in_backward
 from zero.schedule.micro_batch_scheduler import MicroBatchScheduler
-from zero.schedule.unit_fetcher import UnitFetcher
+from zero.schedule.unit_fetcher import FetchCalls, UnitFetcher
 from zero.snapshots.snapshots import open_snapshots
 from zero.store.adoption import Adoption, Piece, read_parameter
 from zero.store.storage import Storage
 from zero.store.stored_values import StoredValues
-from zero.values.engine_store import EngineParameterStore, unwrap_parameters
+from zero.values.engine_store import EngineParameterStore, StoreCalls, unwrap_parameters
 from zero.values.gathered_values import GatheredValues
-from zero.values.unit_editor import UnitEditor
+from zero.values.unit_editor import EditCalls, UnitEditor
 
 if TYPE_CHECKING:
     from zero.assembly.run import Run
 
 logger = logging.getLogger("zero")
+
+
+class PartCalls(FetchCalls, BackwardCalls, EditCalls, StoreCalls, Protocol):
+    """All calls from the parts up to their engine; its `EngineSteps` answer them."""
 
 
 class EngineParts:
@@ -70,6 +73,7 @@ class EngineParts:
 
     Args:
         run: the run of the engine.
+        steps: its steps, which the parts call.
         trainable: id(parameter) of each parameter in the optimizer -> number of the rule that updates it.
         previous: the owner's present parts; they keep their values until the model is switched over.
     """
@@ -80,12 +84,12 @@ class EngineParts:
     def __init__(
         self,
         run: Run,
-        callbacks: EngineCallbacks,
+        steps: PartCalls,
         collectives: Collectives,
         trainable: Mapping[int, int],
         previous: EngineParts | None = None,
     ) -> None:
-        self._run, self._callbacks, self.collectives = run, callbacks, collectives
+        self._run, self._steps, self.collectives = run, steps, collectives
         self.model, self._config = model, config = run.module, run.config
         self.leaves = collect_leaves(model)
         self.index_of = {id(leaf.parameter): leaf.index for leaf in self.leaves}
@@ -141,7 +145,7 @@ class EngineParts:
 
     def build(self) -> None:
         """Build the parts that move data. The model is still unchanged afterwards."""
-        owner, events, exchange = self._run, self._callbacks, self.collectives
+        owner, steps, exchange = self._run, self._steps, self.collectives
         layout, storage, device = self.layout, self.storage, owner.device
         poison = Poison(max((unit.nbytes for unit in layout.units), default=1), device)
         self.bound = [
@@ -167,12 +171,12 @@ class EngineParts:
             needs_all=not self._config.zero_optimization.ignore_unused_parameters,
         )
         self.gradients.apply_update = self.stepper.update_unit
-        loader = UnitFetcher(layout, self.bound, storage, updates, owner.in_place, events, exchange)
+        loader = UnitFetcher(layout, self.bound, storage, updates, owner.in_place, steps, exchange)
         self.scheduler = MicroBatchScheduler(device)
         self.coordinator = Coordinator(
             layout, self.bound, storage, self.plan.limits, loader, self.scheduler.unpin_for_room
         )
-        self.backward_watch = BackwardWatch(self.coordinator, self.gradients, events)
+        self.backward_watch = BackwardWatch(self.coordinator, self.gradients, steps)
         self.hooks = ModuleHooks(
             self.model,
             self._scopes(),
@@ -182,12 +186,12 @@ class EngineParts:
             self.scheduler,
             storage.timeline,
         )
-        editor = UnitEditor(layout, self.bound, storage, self.coordinator, events, exchange)
+        editor = UnitEditor(layout, self.bound, storage, self.coordinator, steps, exchange)
         rows = ExpertRowFetcher(self.bound, storage, self.coordinator, updates, self.backward_watch, self.scheduler)
         self.backward_watch.add_end_callback(rows.end_backward)
         sharded = self._config.zero_optimization.stage == 3
         self.parameter_store = EngineParameterStore(
-            events, self.bound, self.coordinator, self.hooks, editor, rows, self.parameters(), partitions=sharded
+            steps, self.bound, self.coordinator, self.hooks, editor, rows, self.parameters(), partitions=sharded
         )
         self._tiled_stores = self._make_tiled_stores()
         self._is_built = True

@@ -25,6 +25,7 @@ from zero.assembly.loss_scaling import LossScaling
 from zero.assembly.run import Run
 from zero.assembly.state_kinds import NEEDED_BY_BACKWARD, NEEDED_BY_FORWARD, OffloadStateTypeEnum
 from zero.assembly.step_snapshots import StepSnapshots
+from zero.optim.gradients import Gradients
 from zero.optim.loss_scale import LossScaleError
 from zero.optim.lr_scheduler import step_scheduler
 from zero.optim.optimizer import ZeroOptimizer
@@ -32,6 +33,7 @@ from zero.optim.stepper import InterruptedBackward, StepState, UnusedParameters
 from zero.params.lazy_gradient import IS_EXPOSED
 from zero.params.managed_parameter import set_torch_gradient, torch_gradient
 from zero.params.released_parameter import name_of
+from zero.values.engine_store import EngineOwner
 from zero.values.parameter_values import ParameterValues
 from zero.values.unit_editor import EDIT
 
@@ -89,6 +91,7 @@ class EngineSteps:
     """The steps of one engine.
 
     Args:
+        owner: the engine.
         accumulation: counts the micro-batches.
         device_memory: the states that `offload_states` has put away.
         checkpoints: those in progress.
@@ -103,6 +106,7 @@ class EngineSteps:
     def __init__(
         self,
         run: Run,
+        owner: EngineOwner,
         accumulation: Accumulation,
         scaling: LossScaling,
         device_memory: DeviceMemory,
@@ -110,6 +114,7 @@ class EngineSteps:
         attention_clip: AttentionClip | None,
     ) -> None:
         self._run = run
+        self.owner = owner
         self._accumulation = accumulation
         self._scaling = scaling
         self._device_memory = device_memory
@@ -391,7 +396,31 @@ class EngineSteps:
         """`make_ready` for calls that need only weights."""
         self.make_ready(what, NEEDED_BY_FORWARD)
 
-    def make_ready_to_train(self) -> None:
+    def on_module_call(self) -> None:
+        """A module is called by itself: on return weights are on the device."""
+        self._device_memory.on_module_call()
+
+    def has_offloaded_states(self) -> bool:
+        """`offload_states` has moved something away; no update is due."""
+        return bool(self._device_memory.offloaded_kinds)
+
+    def should_reduce(self) -> bool:
+        """See `Accumulation.should_reduce`."""
+        return self._accumulation.should_reduce()
+
+    def gradient_divisor(self, is_scaled: bool) -> int:
+        """See `LossScaling.gradient_divisor`."""
+        return self._scaling.gradient_divisor(is_scaled)
+
+    def loss_scale(self) -> float:
+        return float(self._run.scaler.cur_scale)
+
+    def get_gradients(self) -> Gradients:
+        """Those of the model as it is: it may change."""
+        return self._run.parts.gradients
+
+    def on_backward_begin(self) -> None:
+        """A backward begins: on return everything that it needs is on the device."""
         self._backwards += 1
         self._check_call("backward")
         if self._device_memory.offloaded_kinds & NEEDED_BY_BACKWARD:

@@ -39,7 +39,6 @@ from zero.params.initialisation import refuse_without_values
 from zero.params.managed_parameter import set_torch_gradient, torch_gradient
 from zero.params.quantized_storage import is_wrapper
 from zero.params.units import Leaf
-from zero.schedule.engine_callbacks import EngineCallbacks
 from zero.schedule.hooks import in_backward
 from zero.values.gathered_values import agree_on_change
 
@@ -116,10 +115,10 @@ def _ids_in_groups(optimizer: ZeroOptimizer | None) -> set[int]:
 
 
 class ModelChanges:
-    """Changes of one engine's model. `callbacks`: passed to all parts."""
+    """Changes of one engine's model."""
 
-    def __init__(self, run: Run, steps: EngineSteps, callbacks: EngineCallbacks) -> None:
-        self._run, self._steps, self._callbacks = run, steps, callbacks
+    def __init__(self, run: Run, steps: EngineSteps) -> None:
+        self._run, self._steps = run, steps
         self._inventory = ParameterInventory(run.module, run.updater)
         self._inventory.exclude_ungrouped()
         if run.updater is not None and (
@@ -184,7 +183,7 @@ class ModelChanges:
         try:
             numbers = {} if run.updater is None else run.updater.rule_numbers()
             present_numbers = {key: number for key, number in numbers.items() if key in present}
-            new = EngineParts(run, self._callbacks, exchange, present_numbers, old)
+            new = EngineParts(run, self._steps, exchange, present_numbers, old)
             try:
                 _fill(new, old)
                 removed = [leaf for leaf in old.leaves if id(leaf.parameter) not in present]

@@ -61,7 +61,6 @@ from zero.reports.monitors import Monitors
 from zero.reports.statistics import Statistics
 from zero.reports.tracing import trace_calls
 from zero.schedule.compiling import outside_transforms
-from zero.schedule.engine_callbacks import EngineCallbacks
 from zero.values.parameter_values import ParameterValues
 
 logger = logging.getLogger("zero")
@@ -102,45 +101,19 @@ class ZeroEngine(ConfigGetters, nn.Module):
         self._device_memory = DeviceMemory(run)
         threshold = None if config.optimizer is None else config.optimizer.params.qk_clip
         clip = None if threshold is None or optimizer is None else QkClip(run, threshold)
-        self.steps = EngineSteps(run, self.accumulation, self.scaling, self._device_memory, self.checkpoint_state, clip)
+        self.steps = EngineSteps(
+            run, self, self.accumulation, self.scaling, self._device_memory, self.checkpoint_state, clip
+        )
         self.reports = Reports(run, self.steps)
-        events = self._make_callbacks()
-        self._build(events, collectives or SingleRankCollectives(), trained)
-        self._add_collaborators(events)
+        self._build(collectives or SingleRankCollectives(), trained)
+        self._add_collaborators()
         self.module = model
         self.train(model.training)
 
-    def _make_callbacks(self) -> EngineCallbacks:
-        steps, accumulation = self.steps, self.accumulation
-        return EngineCallbacks(
-            check_open=steps.check_open,
-            make_ready_to_run=steps.make_ready_to_run,
-            on_module_call=self._device_memory.on_module_call,
-            take_user_gradients=steps.take_user_gradients,
-            on_backward_begin=steps.make_ready_to_train,
-            has_offloaded_states=lambda: bool(self._device_memory.offloaded_kinds),
-            complete_updates=steps.complete_updates,
-            on_weights_change=steps.on_weights_change,
-            on_forward_modify=steps.on_forward_modify,
-            on_edit_begin=steps.on_edit_begin,
-            should_reduce=accumulation.should_reduce,
-            gradient_divisor=self.scaling.gradient_divisor,
-            loss_scale=lambda: float(self.run.scaler.cur_scale),
-            values_of=steps.values_of,
-            get_gradients=lambda: self.run.parts.gradients,
-            prepare_load=self._prepare_load,
-            loading=self.checkpoint_state.loading,
-            close=self.close,
-        )
-
-    def _prepare_load(self) -> EngineParts:
-        with self.checkpoint_state.allow_loading():
-            return self.model_changes.prepare_rewrite()
-
-    def _build(self, callbacks: EngineCallbacks, collectives: Collectives, trained: TrainedParameters) -> None:
+    def _build(self, collectives: Collectives, trained: TrainedParameters) -> None:
         """Build the parts and shard the model in place. If that fails, the model is unchanged."""
         run = self.run
-        parts = EngineParts(run, callbacks, collectives, trained.rules.numbers(trained.groups))
+        parts = EngineParts(run, self.steps, collectives, trained.rules.numbers(trained.groups))
         try:
             parts.build()
             run.set_parts(parts)
@@ -153,9 +126,9 @@ class ZeroEngine(ConfigGetters, nn.Module):
             self.reports.monitor.close()
             raise
 
-    def _add_collaborators(self, callbacks: EngineCallbacks) -> None:
+    def _add_collaborators(self) -> None:
         run, steps, state = self.run, self.steps, self.checkpoint_state
-        changes = self.model_changes = ModelChanges(run, steps, callbacks)
+        changes = self.model_changes = ModelChanges(run, steps)
         self.averages = AveragedWeights(run, steps, changes)
         self.offloading = OffloadStates(run, steps, self._device_memory)
         self.saves = SaveCheckpoints(run, steps, changes, state)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, StateError
 from offload.files.safetensors_file import SafetensorsFile, open_checkpoint
 from zero.checkpoint.dcp_format import MODEL
 from zero.checkpoint.load import mismatch_message
@@ -107,7 +107,11 @@ def _load_parameters(folder: str, leaves: list[Leaf], sources: dict[int, FileLoc
 
 
 def _load_engine(folder: str, store: EngineParameterStore, sources: dict[int, FileLocation]) -> None:
-    parts = store.events.prepare_load()
+    engine = store.events.owner
+    if not isinstance(engine, ZeroEngine):
+        raise StateError(f"load_pretrained: the parameters belong to {type(engine).__name__}, which is no ZeroEngine")
+    with engine.checkpoint_state.allow_loading():
+        parts = engine.model_changes.prepare_rewrite()
     together = AllRanks(parts.collectives)
     together.run_on_all("load_pretrained", lambda: None)  # no rank uses this rank's slices any more
     indices = {parts.index_of[key] for key in sources if key in parts.index_of}
@@ -116,12 +120,12 @@ def _load_engine(folder: str, store: EngineParameterStore, sources: dict[int, Fi
         yield Piece(begin, sources[id(parameter)].read(begin, end))
 
     adoption = Adoption(parts.layout, parts.parameters(), parts.storage, read, lambda unit, slot: None, only=indices)
-    with store.events.loading(folder, frozenset(MODEL + parts.leaves[index].names[0] for index in indices)):
+    with engine.checkpoint_state.loading(folder, frozenset(MODEL + parts.leaves[index].names[0] for index in indices)):
         try:
             together.run_on_all("load_pretrained", adoption.run)
         finally:
             parts.coordinator.on_rewrite()
-    store.events.make_ready_to_run("load_pretrained")  # what only all ranks can gather; later one may evaluate alone
+    engine.steps.make_ready_to_run("load_pretrained")  # what only all ranks can gather; later one may evaluate alone
 
 
 def _fill(tensor: torch.Tensor, source: FileLocation) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -18,11 +19,34 @@ from zero.params.layout import Slot, Unit
 from zero.params.managed_parameter import set_torch_gradient, torch_gradient
 from zero.params.tiles import ENGINE_HOOK
 from zero.schedule.coordinator import Coordinator
-from zero.schedule.engine_callbacks import EngineCallbacks
 
 _RUNNING_BACKWARDS: dict[int, tuple[float, int | None]] = {}
 """id(watch) -> (loss scale, None) for each backward that an engine of this process has begun. If the engine has only
 scaled the loss, torch's graph task id replaces None: such a backward may raise without notice, and its entry stays."""
+
+
+class BackwardCalls(Protocol):
+    """What the engine does before and in a backward."""
+
+    def check_open(self, what: str) -> None:
+        """Raise StateError if the engine is closed. `what`: the call, for the message."""
+
+    def make_ready_to_run(self, what: str) -> None:
+        """`check_open`; on return weights are there and persistent units are bound."""
+
+    def take_user_gradients(self) -> None:
+        """Gradients that user code has put into `.grad` replace the collected ones."""
+
+    def on_backward_begin(self) -> None:
+        """On return everything that a backward needs is on the device."""
+
+    def should_reduce(self) -> bool:
+        """True if gradients of the running backward are reduced as soon as possible."""
+
+    def gradient_divisor(self, is_scaled: bool) -> int:
+        """Divisor of the gradients of a backward that the engine has not started; raises if it had to start it."""
+
+    def loss_scale(self) -> float: ...
 
 
 class BackwardWatch:
@@ -34,8 +58,8 @@ class BackwardWatch:
         is_scaled: the engine has scaled and divided the loss of the backward that runs or is about to run.
     """
 
-    def __init__(self, coordinator: Coordinator, gradients: Gradients, callbacks: EngineCallbacks) -> None:
-        self._coordinator, self._gradients, self._callbacks = coordinator, gradients, callbacks
+    def __init__(self, coordinator: Coordinator, gradients: Gradients, steps: BackwardCalls) -> None:
+        self._coordinator, self._gradients, self._steps = coordinator, gradients, steps
         self._end_callbacks: list[Callable[[], None]] = []
         self._is_running = self._has_gradient = False  # Does a backward run, and has it produced a gradient?
         self._handles: list[RemovableHandle] = []
@@ -85,7 +109,7 @@ class BackwardWatch:
         self._gradient_divisor, aborted = 1.0, interleaved
         with deferring_interrupts:
             self._begin_backward(interleaved=interleaved)
-            _RUNNING_BACKWARDS[id(self)] = self._callbacks.loss_scale(), None
+            _RUNNING_BACKWARDS[id(self)] = self._steps.loss_scale(), None
         try:
             with self.tearing():
                 yield
@@ -124,7 +148,7 @@ class BackwardWatch:
 
         Raises StateError: the graph is stale, or the engine is closed.
         """
-        self._callbacks.check_open("backward")
+        self._steps.check_open("backward")
         if graph_version != self.graph_version:
             raise StateError(
                 "backward: this graph was made before the last step() or change of the model, and its weights have "
@@ -145,9 +169,9 @@ class BackwardWatch:
         """
         if not self._gradients.is_interleaved:
             self.end_failed_backward()
-        self._callbacks.make_ready_to_run("forward")
+        self._steps.make_ready_to_run("forward")
         if torch.is_grad_enabled():
-            self._callbacks.take_user_gradients()  # gradients of a `loss.backward()` are added to those of the user
+            self._steps.take_user_gradients()  # gradients of a `loss.backward()` are added to those of the user
 
     @atomic
     def end_failed_backward(self) -> None:
@@ -161,7 +185,7 @@ class BackwardWatch:
         """Note a backward that the engine did not start (`loss.backward()`), and queue a callback for its end."""
         if self._is_running:
             return
-        self._callbacks.take_user_gradients()  # a second backward of one forward adds to it too
+        self._steps.take_user_gradients()  # a second backward of one forward adds to it too
         graph_task = torch._C._current_graph_task_id()
         others = [
             scale
@@ -169,12 +193,12 @@ class BackwardWatch:
             if watch != id(self) and task in (None, graph_task)
         ]
         if others and not self.is_scaled:  # another engine has divided the loss, and uses its own loss scale
-            self._gradient_divisor = others[-1] / self._callbacks.loss_scale()
+            self._gradient_divisor = others[-1] / self._steps.loss_scale()
         else:
-            self._gradient_divisor = self._callbacks.gradient_divisor(self.is_scaled)
+            self._gradient_divisor = self._steps.gradient_divisor(self.is_scaled)
         self._begin_backward()
         if self.is_scaled:
-            _RUNNING_BACKWARDS[id(self)] = self._callbacks.loss_scale(), graph_task
+            _RUNNING_BACKWARDS[id(self)] = self._steps.loss_scale(), graph_task
 
         @atomic
         def on_autograd_end() -> None:
@@ -185,8 +209,8 @@ class BackwardWatch:
 
     def _begin_backward(self, *, interleaved: bool = False) -> None:
         self._is_running, self._has_gradient = True, False
-        self._callbacks.on_backward_begin()
-        self._gradients.begin_backward(boundary=self._callbacks.should_reduce(), interleaved=interleaved)
+        self._steps.on_backward_begin()
+        self._gradients.begin_backward(boundary=self._steps.should_reduce(), interleaved=interleaved)
 
     def _end_backward(self, *, aborted: bool = False) -> None:
         """`aborted`: the gradients will be dropped, and no collective is started for them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,7 +20,6 @@ from zero.exchange.secondary_shards import SecondaryShards
 from zero.optim.pending_updates import PendingUpdates
 from zero.params.binding import UnitBinding
 from zero.params.layout import Layout, Unit
-from zero.schedule.engine_callbacks import EngineCallbacks
 from zero.store.storage import Storage
 
 
@@ -97,6 +96,16 @@ class _FetchJobs:
             raise
 
 
+class FetchCalls(Protocol):
+    """What the engine does when units are fetched, and when they are stored."""
+
+    def on_module_call(self) -> None:
+        """A module may be called by itself: on return weights are on the device."""
+
+    def on_forward_modify(self, index: int) -> None:
+        """A forward has changed a unit in place."""
+
+
 class UnitFetcher:
     """Leases memory for units and starts the reads into it.
 
@@ -118,7 +127,7 @@ class UnitFetcher:
         storage: Storage,
         updates: PendingUpdates,
         in_place: bool,
-        callbacks: EngineCallbacks,
+        steps: FetchCalls,
         collectives: Collectives,
     ) -> None:
         self._layout = layout
@@ -126,7 +135,7 @@ class UnitFetcher:
         self._storage = storage
         self._updates = updates
         self._in_place = in_place
-        self._callbacks = callbacks
+        self._steps = steps
         self._collectives = collectives
         self._neighbours = SecondaryShards(layout, storage, collectives)
         self._jobs = _FetchJobs(storage, updates, collectives, self._neighbours)
@@ -141,7 +150,7 @@ class UnitFetcher:
 
     def fetch(self, unit: Unit) -> Arrival | None:
         """Start to fetch the unit; None if no block is free."""
-        self._callbacks.on_module_call()
+        self._steps.on_module_call()
         memory = self._storage.flat_buffer(unit) if self._in_place and self._is_on_device(unit) else None
         if memory is not None:
             return Arrival(exact_alias(memory), None, self._fetch_in_place(unit, memory))
@@ -324,7 +333,7 @@ class UnitFetcher:
                 pending = self._store_modified(unit, arrival)
                 pending.result()
             elif modified:
-                self._callbacks.on_forward_modify(unit.index)
+                self._steps.on_forward_modify(unit.index)
                 self.order_io_after_writes()
         except StorageError as error:
             mark_reported(error)
@@ -412,7 +421,7 @@ class UnitFetcher:
     def _store_modified(self, unit: Unit, arrival: Arrival) -> IoFuture[MaybeEvent]:
         """Begin to store the values; if the waiting thread is interrupted, the I/O loop still stores them."""
         array, streams = self._storage.weights[self._layout.space_of(unit)], self._storage.streams
-        self._callbacks.on_forward_modify(unit.index)
+        self._steps.on_forward_modify(unit.index)
         data, modified = arrival.data, self._events_after_uses(arrival)
 
         async def store() -> MaybeEvent:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator
-from typing import Any
+from collections.abc import Container, Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,12 +21,12 @@ from zero.params.quantized_storage import is_wrapper
 from zero.params.released_parameter import is_managed, name_of, remove_store
 from zero.params.tiles import engine_store_of
 from zero.schedule.coordinator import Coordinator
-from zero.schedule.engine_callbacks import EngineCallbacks
 from zero.schedule.expert_rows import ExpertRowFetcher
 from zero.schedule.hooks import ModuleHooks, in_backward
 from zero.store.adoption import Piece
 from zero.store.stored_values import ParameterSlots
 from zero.values.gathered_values import shard_runs
+from zero.values.parameter_values import ParameterValues
 from zero.values.unit_editor import UnitEditor
 
 logger = logging.getLogger("zero")
@@ -40,23 +40,52 @@ def warn_of_hidden_gradients() -> None:
     )
 
 
+class EngineOwner(Protocol):
+    """The engine itself."""
+
+    def close(self) -> None: ...
+
+
+class StoreCalls(Protocol):
+    """What the engine does before the values of its parameters are read or changed."""
+
+    @property
+    def owner(self) -> EngineOwner: ...
+
+    def make_ready_to_run(self, what: str) -> None:
+        """Raise StateError if the engine is closed; on return weights are there and persistent units are bound."""
+
+    def complete_updates(self, what: str, units: Iterable[int] | None = None) -> None:
+        """Raise StateError if the engine is closed; else these units (None: all) have the last step's values."""
+
+    def has_offloaded_states(self) -> bool:
+        """`offload_states` has moved something away; no update is due."""
+
+    def values_of(self, parameter: nn.Parameter, *, to_change: bool = False) -> ParameterValues:
+        """A parameter's exact values."""
+
+    def get_gradients(self) -> Gradients:
+        """Those of the model as it is: it may change."""
+
+    def loss_scale(self) -> float: ...
+
+
 class EngineGradient:
     """See `AccumulatedGradient`.
 
     `index`: of the parameter in the layout; `device`: where its values are used.
     """
 
-    def __init__(self, events: EngineCallbacks, parameter: nn.Parameter, index: int, device: torch.device) -> None:
+    def __init__(self, events: StoreCalls, parameter: nn.Parameter, index: int, device: torch.device) -> None:
         self._events, self._parameter, self._index = events, parameter, index
-        self._gradients: Callable[[], Gradients] = events.get_gradients  # of the model as it is: it may change
         self._device, self._is_missing = device, False  # `_is_missing`: no rank has a gradient.
 
     @property
     def epoch(self) -> int:
-        return self._gradients().epoch
+        return self._events.get_gradients().epoch
 
     def read(self) -> torch.Tensor | None:
-        gradient: torch.Tensor | None = self._events.values_of(self._parameter).gradient()
+        gradient = self._events.values_of(self._parameter).gradient()
         self._is_missing = gradient is None
         return None if gradient is None else (gradient / self._events.loss_scale()).to(self._device)
 
@@ -67,16 +96,16 @@ class EngineGradient:
         parameter_values.set_gradient(values.reshape(self._parameter.shape).float() * self._events.loss_scale())
 
     def scale(self, factor: float) -> None:
-        factors = self._gradients().factors
+        factors = self._events.get_gradients().factors
         previous = factors.get(self._index, 1.0)
         factors[self._index] = factor if previous is None else previous * factor
 
     def norm(self) -> float | None:
-        norm: float | None = self._events.values_of(self._parameter).gradient_norm()
+        norm = self._events.values_of(self._parameter).gradient_norm()
         return None if norm is None else norm / self._events.loss_scale()
 
     def clear(self) -> None:
-        self._gradients().factors[self._index] = None
+        self._events.get_gradients().factors[self._index] = None
 
     def lazy_gradient(self) -> torch.Tensor:
         return LazyGradient.for_parameter(self._parameter, self, self._device)
@@ -93,7 +122,7 @@ class EngineParameterStore:
 
     def __init__(
         self,
-        events: EngineCallbacks,
+        events: StoreCalls,
         bindings: list[UnitBinding],
         coordinator: Coordinator,
         hooks: ModuleHooks,
@@ -205,7 +234,7 @@ class EngineParameterStore:
         """
         if not self.events.has_offloaded_states():  # else values can be read where they are, and no update is due
             self.events.complete_updates("taking the model back from the engine that keeps its values")
-        self.restore_parameters(self.events.close, initial_store)
+        self.restore_parameters(initial_store, closes=True)
 
     def warn_of_other_parameters(self, shared: nn.Parameter, wrapped: Container[int]) -> None:
         """Log that the engine ends though its model is not the one that is wrapped again."""
@@ -219,10 +248,8 @@ class EngineParameterStore:
                 name_of(shared),
             )
 
-    def restore_parameters(
-        self, close: Callable[[], None] | None = None, initial_store: InitialParameterStore | None = None
-    ) -> None:
-        """Read the stored values, then call `close`, then remove the parameters from this store.
+    def restore_parameters(self, initial_store: InitialParameterStore | None = None, *, closes: bool = False) -> None:
+        """Read the stored values, then close the engine if `closes`, then remove the parameters from this store.
 
         They become ordinary ones, or those of `initial_store`. A parameter that was fp32 in the model gets its fp32
         master, so nothing is rounded.
@@ -237,8 +264,8 @@ class EngineParameterStore:
                 else:
                     initial_store.store(parameter, self.exact_values(slot.name))
                     stored.append((parameter, initial_store))
-        if close is not None:
-            close()
+        if closes:
+            self.events.owner.close()
         for parameter, value in values:
             self.restore_parameter(parameter, value)
         for parameter, store in stored:

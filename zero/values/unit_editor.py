@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,7 +21,6 @@ from zero.params.layout import Layout, Unit
 from zero.plan.machine import read_machine
 from zero.plan.sub_group_state import SubGroupState
 from zero.schedule.coordinator import Coordinator
-from zero.schedule.engine_callbacks import EngineCallbacks
 from zero.store.adoption import ReadSource
 from zero.store.state_range import stage_state
 from zero.store.storage import Storage
@@ -47,6 +46,19 @@ class Edit(NamedTuple):
         return not torch.equal(self.before, self.after)
 
 
+class EditCalls(Protocol):
+    """What the engine does when units are edited."""
+
+    def check_open(self, what: str) -> None:
+        """Raise StateError if the engine is closed. `what`: the call, for the message."""
+
+    def on_edit_begin(self) -> None:
+        """Weights may be edited: on return no checkpoint is being written."""
+
+    def on_weights_change(self, index: int) -> None:
+        """A unit is about to change by other means than a step."""
+
+
 class UnitEditor:
     """Opens units of one engine for reading and editing, in private copies.
 
@@ -59,7 +71,7 @@ class UnitEditor:
         bindings: list[UnitBinding],
         storage: Storage,
         coordinator: Coordinator,
-        events: EngineCallbacks,
+        events: EditCalls,
         collectives: Collectives,
     ) -> None:
         self._layout = layout
