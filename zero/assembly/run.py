@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -100,6 +101,20 @@ class Run:
         self.activations.attach(parts.storage.activations, parts.model, parts.bound, parts.backward_watch.mark_torn)
         if self.generations:
             parts.coordinator.begin_generation()
+
+    @contextmanager
+    def calling_model(self) -> Iterator[None]:
+        """Context around calls of the model: if they are aborted, no unit is in use any more.
+
+        torch calls no hooks after an interrupt: units would count as in use for ever.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not self.closed:
+                self.parts.scheduler.fail(error)
+                self.parts.hooks.reset()
+            raise
 
     def detach_finalizer(self) -> None:
         """Detach the finalizer. The caller closes the parts' storage."""

@@ -117,11 +117,8 @@ class AveragedWeights:
             self._enter()
         shown.open_blocks += 1
         try:
-            yield
-        except BaseException:
-            if not self._run.closed:
-                self._run.parts.hooks.reset()  # an interrupt ends torch's calls without hooks: units would stay in use
-            raise
+            with self._run.calling_model():
+                yield
         finally:
             shown.open_blocks -= 1
             if not (shown.open_blocks or self._run.closed):

@@ -156,14 +156,14 @@ class ZeroEngine(ConfigGetters, nn.Module):
             self.accumulation.share_buffers()
             if self.training and torch.is_grad_enabled():
                 self.run.parts.storage.fault_in()
-        try:
-            with reports.forward.running(), run.activations.forward(), scaling.autocast(), reports.profile_forward():
-                return self.module(*scaling.cast_inputs(args), **kwargs)
-        except BaseException as error:
-            # torch calls no hooks after an interrupt: without the reset, units would count as in use for ever.
-            run.parts.scheduler.fail(error)
-            run.parts.hooks.reset()
-            raise
+        with (
+            run.calling_model(),
+            reports.forward.running(),
+            run.activations.forward(),
+            scaling.autocast(),
+            reports.profile_forward(),
+        ):
+            return self.module(*scaling.cast_inputs(args), **kwargs)
 
     @trace_calls("backward")
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -267,13 +267,10 @@ class ZeroEngine(ConfigGetters, nn.Module):
             self.scaling.scale_loss(part).backward()  # type: ignore[no-untyped-call]
 
         self.run.micro_steps += len(forwards) - 1  # they share one backward, the last before the step
-        try:
+        with self.run.calling_model():
             return run_interleaved(
                 self.run.parts.scheduler, forwards, backward, self.running_backward(interleaved=True)
             )
-        except BaseException:
-            self.run.parts.hooks.reset()  # nothing uses the units that this round held any more
-            raise
 
     def _forward_and_backward(self, loss_of: LossOf, batch: Any, *, index: int) -> torch.Tensor:
         self.run.micro_steps += index > 0  # the previous backward was not the last of its step

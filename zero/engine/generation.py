@@ -67,9 +67,9 @@ class Generation:
             run.parts.coordinator.begin_generation(room_bytes)
         run.generations += 1
         try:
-            yield
+            with run.calling_model():
+                yield
         except BaseException:
-            run.parts.hooks.reset()  # torch calls no hooks after an interrupt: units would count as in use for ever
             keep_for_next = False
             raise
         finally:
