@@ -8,9 +8,10 @@ forward stores these inputs and all tensors that are saved outside of checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -22,6 +23,13 @@ from offload.sizes import PAGE_BYTES, align_up
 from offload.system.interrupts import atomic
 from zero.config.activation_block import ActivationCheckpointing
 from zero.params.binding import UnitBinding
+
+
+class RunningBackward(Protocol):
+    """The backward that reads saved tensors."""
+
+    def mark_torn(self) -> None:
+        """It cannot get something it needs: the gradients it has not reached will be missing."""
 
 
 class Activations:
@@ -39,7 +47,7 @@ class Activations:
         self._model: nn.Module | None = None
         self._bindings: Sequence[UnitBinding] = ()
         self._unmoved_keys: frozenset[int] = frozenset()
-        self._on_read_error: Callable[[], None] = lambda: None
+        self._backward: RunningBackward | None = None
         self._has_added_room = False
 
     def attach(
@@ -47,16 +55,16 @@ class Activations:
         store: ActivationStore | None,
         model: nn.Module,
         bindings: Sequence[UnitBinding],
-        on_read_error: Callable[[], None],
+        backward: RunningBackward,
     ) -> None:
         """Use `store` for tensors from now on.
 
         Args:
             model: its buffers stay where they are.
             bindings: their parameters stay where they are.
-            on_read_error: called if a tensor cannot be read inside a backward.
+            backward: it is torn if a tensor cannot be read inside it.
         """
-        self.store, self._model, self._on_read_error = store, model, on_read_error
+        self.store, self._model, self._backward = store, model, backward
         self._bindings = bindings
         self._has_added_room = False
 
@@ -108,7 +116,8 @@ class Activations:
         try:
             return packed.restore()
         except StorageError:
-            self._on_read_error()
+            if self._backward is not None:
+                self._backward.mark_torn()
             raise
 
 

@@ -22,7 +22,7 @@ from offload.memory.host_memory import retain_heap, trim_heap
 from offload.node.run_notes import leave_note
 from offload.sizes import format_bytes
 from zero.assembly.model_plan import lay_out, make_planner
-from zero.assembly.packed_experts import fetch_experts_by_rows
+from zero.assembly.packed_experts import PackedExpertDispatch
 from zero.config import Config
 from zero.exchange.broadcasts import BufferBroadcast, agree_on_machine, broadcast_initial_values
 from zero.exchange.collectives import Collectives
@@ -159,7 +159,7 @@ class EngineParts:
         )
         pipeline = SubGroupPipeline(layout, storage, self.gradients, owner.rules)
         threads = update_threads(layout.numel, owner.threads)
-        updates = PendingUpdates(layout, storage, pipeline, threads, is_single_rank=exchange.placement.is_single_rank)
+        updates = PendingUpdates(layout, storage, pipeline, exchange, threads)
         exchange.attach(layout, storage, updates)
         self.stepper = Stepper(
             storage,
@@ -170,12 +170,9 @@ class EngineParts:
             owner.scaler,
             needs_all=not self._config.zero_optimization.ignore_unused_parameters,
         )
-        self.gradients.apply_update = self.stepper.update_unit
         loader = UnitFetcher(layout, self.bound, storage, updates, owner.in_place, steps, exchange)
         self.scheduler = MicroBatchScheduler(device)
-        self.coordinator = Coordinator(
-            layout, self.bound, storage, self.plan.limits, loader, self.scheduler.unpin_for_room
-        )
+        self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader, self.scheduler)
         self.backward_watch = BackwardWatch(self.coordinator, self.gradients, steps)
         self.hooks = ModuleHooks(
             self.model,
@@ -185,10 +182,10 @@ class EngineParts:
             self.backward_watch,
             self.scheduler,
             storage.timeline,
+            PackedExpertDispatch(self.model),
         )
         editor = UnitEditor(layout, self.bound, storage, self.coordinator, steps, exchange)
         rows = ExpertRowFetcher(self.bound, storage, self.coordinator, updates, self.backward_watch, self.scheduler)
-        self.backward_watch.add_end_callback(rows.end_backward)
         sharded = self._config.zero_optimization.stage == 3
         self.parameter_store = EngineParameterStore(
             steps, self.bound, self.coordinator, self.hooks, editor, rows, self.parameters(), partitions=sharded
@@ -326,7 +323,6 @@ class EngineParts:
     def install(self) -> None:
         """Put hooks on the model; from now on its forward and backward use the parts."""
         self.collectives.set_timeline(self.storage.timeline)
-        self.hooks.install_callbacks.append(lambda: fetch_experts_by_rows(self.model))
         self.hooks.install()
         move_buffers(self.model, self._run.device, self._config.buffer_dtype)
         self.buffers.broadcast(new_only=True)

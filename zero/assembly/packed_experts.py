@@ -40,32 +40,33 @@ class RoutedExperts:
         return getattr(self.__dict__["_module"], name)
 
 
-def fetch_experts_by_rows(model: nn.Module) -> Callable[[], None]:
-    """Have the model's packed experts fetched by rows, where transformers dispatches them.
+class PackedExpertDispatch:
+    """Has a model's packed experts fetched by rows, where transformers dispatches them."""
 
-    Returns a function that undoes this.
-    """
-    integration: Any = sys.modules.get("transformers.integrations.moe")
-    functions: Any = getattr(integration, "ALL_EXPERTS_FUNCTIONS", None)
-    changed: list[tuple[Any, Any]] = []
-    for module in model.modules() if functions is not None else ():
-        config: Any = getattr(module, "config", None)
-        if not (packed_experts(module) and is_dispatched(module) and hasattr(config, "_experts_implementation")):
-            continue
-        inner = config._experts_implementation
-        if str(inner).startswith(PREFIX):
-            continue  # another layer with the same config
-        name = f"{PREFIX}{inner or 'eager'}"
-        functions.register(name, _routed_implementation(str(inner or "eager"), functions))
-        config._experts_implementation_internal = name
-        changed.append((config, inner))
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._changed: list[tuple[Any, Any]] = []  # Configs, and the implementations that they had before.
 
-    def undo() -> None:
-        for config, inner in changed:
+    def install(self) -> None:
+        integration: Any = sys.modules.get("transformers.integrations.moe")
+        functions: Any = getattr(integration, "ALL_EXPERTS_FUNCTIONS", None)
+        for module in self._model.modules() if functions is not None else ():
+            config: Any = getattr(module, "config", None)
+            if not (packed_experts(module) and is_dispatched(module) and hasattr(config, "_experts_implementation")):
+                continue
+            inner = config._experts_implementation
+            if str(inner).startswith(PREFIX):
+                continue  # another layer with the same config
+            name = f"{PREFIX}{inner or 'eager'}"
+            functions.register(name, _routed_implementation(str(inner or "eager"), functions))
+            config._experts_implementation_internal = name
+            self._changed.append((config, inner))
+
+    def remove(self) -> None:
+        for config, inner in self._changed:
             if str(config._experts_implementation).startswith(PREFIX):
                 config._experts_implementation_internal = inner
-
-    return undo
+        self._changed.clear()
 
 
 def is_dispatched(module: nn.Module) -> bool:

@@ -98,7 +98,7 @@ class Run:
             self.tracer = Tracer(parts.storage)
         else:
             self.tracer.set_storage(parts.storage)
-        self.activations.attach(parts.storage.activations, parts.model, parts.bound, parts.backward_watch.mark_torn)
+        self.activations.attach(parts.storage.activations, parts.model, parts.bound, parts.backward_watch)
         if self.generations:
             parts.coordinator.begin_generation()
 

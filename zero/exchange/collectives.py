@@ -7,10 +7,10 @@ same order, and they run in that order, however long the disk takes in between.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,20 +20,34 @@ from offload.kernels.square_sums import SquareSum
 from offload.memory.shared_host_memory import SharedHostMemory
 from offload.streams import MaybeEvent
 from offload.timeline import Timeline
-from zero.params.layout import Layout, Unit
+from zero.params.layout import Layout, SubGroup, Unit
 from zero.params.placement import ONE_RANK, Placement
 from zero.ranks.comm import Comm, TrafficCounts
 from zero.store.storage import Storage
-from zero.store.unreduced_gradients import SharedAllocator
-
-if TYPE_CHECKING:
-    from zero.optim.pending_updates import PendingUpdates
+from zero.store.unreduced_gradients import SharedAllocator, UnreducedGradients
 
 PendingWork = tuple[Any, ...]  # Identifies queued work; its content depends on the class of collectives.
 
 NEAR = "gather inside nodes"  # The kind of a gather among neighbours.
 
 HOST_CHUNK_BYTES = 16 << 20  # Bytes of a shard that are gathered at a time when values are read on the host.
+
+
+class StepUpdates(Protocol):
+    """The updates of the last step, for ranks that read each other's memory; see `PendingUpdates`."""
+
+    is_stopped: bool
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    def is_stored(self, index: int) -> bool: ...
+
+    def groups_of(self, units: Iterable[int] | None) -> list[SubGroup]: ...
+
+    async def update_groups(self, groups: Iterable[SubGroup]) -> None: ...
+
+    async def run_with_retry(self, transfer: Callable[[], Awaitable[None]]) -> None: ...
 
 
 class Collectives:
@@ -81,7 +95,7 @@ class Collectives:
         """
         return None
 
-    def attach(self, layout: Layout, storage: Storage, updates: PendingUpdates) -> None:
+    def attach(self, layout: Layout, storage: Storage, updates: StepUpdates) -> None:
         """The storage exists on every rank. Collective."""
 
     def on_weights_initialized(self) -> None:
@@ -129,6 +143,9 @@ class Collectives:
 
         `unstored`: indices of units whose new weights are not in their home until `on_weights_stored` is called.
         """
+
+    def on_unit_updated(self, index: int) -> None:
+        """A unit's weights of the last step are in their home. Called on the I/O loop."""
 
     def on_weights_stored(self, index: int) -> None:
         """A unit's rewritten weights are in their home. Called on the I/O loop."""
@@ -220,10 +237,10 @@ class TorchCollectives(MultiRankCollectives):
             parts = self._shard.size if reduce_options.averages else 1
             self._scales, self.scale = (1.0 / parts, self.scale * parts), 1.0
         self._receive_lock = asyncio.Lock()
-        self._allocate_receive: Callable[[int], torch.Tensor] | None = None
+        self._received: UnreducedGradients | None = None  # It has the memory for arriving parts.
 
-    def attach(self, layout: Layout, storage: Storage, updates: PendingUpdates) -> None:
-        self._allocate_receive = storage.unreduced_gradients.receive_buffer
+    def attach(self, layout: Layout, storage: Storage, updates: StepUpdates) -> None:
+        self._received = storage.unreduced_gradients
 
     def enqueue(self, what: str, unit: Unit) -> PendingWork:
         kinds = ["gather persistent" if unit.persistent and self.placement.weights_sharded else "gather"]
@@ -285,9 +302,9 @@ class TorchCollectives(MultiRankCollectives):
         return flat if self._predivisor == 1 else flat.div_(self._predivisor)
 
     def _receive_buffer(self, flat: torch.Tensor) -> torch.Tensor | None:
-        if self._allocate_receive is None:
+        if self._received is None:
             return None
-        return self._allocate_receive(flat.nbytes).view(flat.dtype)
+        return self._received.receive_buffer(flat.nbytes).view(flat.dtype)
 
     def traffic(self) -> Mapping[str, TrafficCounts]:
         return self._comm.traffic

@@ -12,9 +12,8 @@ that is being copied.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack, asynccontextmanager
 
 import torch
 
@@ -22,15 +21,12 @@ from offload.memory.host_memory import pin
 from offload.memory.shared_host_memory import SharedHostMemory
 from offload.planes.tiered_array import TieredArray, await_all
 from offload.streams import MaybeEvent
-from zero.exchange.collectives import PendingWork, ReduceOptions, TorchCollectives
+from zero.exchange.collectives import PendingWork, ReduceOptions, StepUpdates, TorchCollectives
 from zero.exchange.shared_memory import SharedMemoryCollectives, is_within
 from zero.params.layout import Layout, Unit
 from zero.params.placement import Placement
 from zero.ranks.comm import Comm, TrafficCounts
 from zero.store.storage import Storage
-
-if TYPE_CHECKING:
-    from zero.optim.pending_updates import PendingUpdates
 
 
 class HostGatherCollectives(SharedMemoryCollectives):
@@ -44,7 +40,7 @@ class HostGatherCollectives(SharedMemoryCollectives):
         self._shard_regions: list[list[SharedHostMemory]] = []
         # Unit -> (shared memory of each rank, begin, end byte).
         self._homes: dict[int, tuple[list[SharedHostMemory], int, int]] = {}
-        self._unpin_callbacks: list[Callable[[], None]] = []
+        self._pinned_regions = ExitStack()  # Closing it ends the page locks of the other ranks' memory.
 
     def allocate_shards(self, nbytes: int) -> SharedHostMemory:
         """The owner page-locks its own mapping."""
@@ -53,10 +49,10 @@ class HostGatherCollectives(SharedMemoryCollectives):
         for rank, region in enumerate(regions):
             unpin = pin(region.data) if rank != self._comm.rank else None
             if unpin is not None:
-                self._unpin_callbacks.append(unpin)
+                self._pinned_regions.callback(unpin)
         return regions[self._comm.rank]
 
-    def attach(self, layout: Layout, storage: Storage, updates: PendingUpdates) -> None:
+    def attach(self, layout: Layout, storage: Storage, updates: StepUpdates) -> None:
         self._collectives.attach(layout, storage, updates)
         self._join_board(layout, storage, updates)
         for space, array in zip(layout.spaces, storage.weights, strict=True):
@@ -114,11 +110,10 @@ class HostGatherCollectives(SharedMemoryCollectives):
     def clone(self) -> HostGatherCollectives:
         return HostGatherCollectives(self._comm, self.placement, self._reduce_options)
 
-    def _close_shared(self) -> None:
-        while self._unpin_callbacks:
-            self._unpin_callbacks.pop()()
+    def on_transfers_end(self) -> None:
+        self._pinned_regions.close()
         self._shard_regions, self._homes = [], {}
-        super()._close_shared()
+        super().on_transfers_end()
 
 
 def _lies_in_region(array: TieredArray, region: SharedHostMemory) -> bool:

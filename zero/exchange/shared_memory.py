@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import astuple
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,15 +31,12 @@ from offload.planes.tiered_array import Disk, Home, TieredArray, await_all
 from offload.planes.two_slots import PeerSlotArray, TwoSlotArray
 from offload.streams import MaybeEvent
 from offload.system.descriptors import AllGatherBytes, exchange_descriptors
-from zero.exchange.collectives import Collectives, MultiRankCollectives, PendingWork, ReduceOptions
+from zero.exchange.collectives import Collectives, MultiRankCollectives, PendingWork, ReduceOptions, StepUpdates
 from zero.params.layout import Layout, Unit
 from zero.params.placement import Placement
 from zero.ranks.comm import Comm
 from zero.ranks.failure_state import naming_ranks
 from zero.store.storage import Storage
-
-if TYPE_CHECKING:
-    from zero.optim.pending_updates import PendingUpdates
 
 POLL_SECONDS = 0.01  # Interval of checks whether another rank waits for an update of this rank.
 RETRY_SECONDS = 0.5  # Pause after a failed update.
@@ -105,7 +101,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
         self._first_slots: list[list[Home]] = []  # Per space, the homes on the disk, if the arrays have two slots.
         self._epoch, self._reductions, self._is_stopped = 0, 0, False
 
-    def attach(self, layout: Layout, storage: Storage, updates: PendingUpdates) -> None:
+    def attach(self, layout: Layout, storage: Storage, updates: StepUpdates) -> None:
         """Find the other ranks' shards. Collective, after every rank has made its storage."""
         comm, placement = self._comm, self.placement
         share = self._join_board(layout, storage, updates)
@@ -118,7 +114,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
         if storage.disk is not None:  # all ranks have the same plan, so all have a disk or none has
             self._open_peer_swaps(storage.disk, share)
 
-    def _join_board(self, layout: Layout, storage: Storage, updates: PendingUpdates) -> AllGatherBytes:
+    def _join_board(self, layout: Layout, storage: Storage, updates: StepUpdates) -> AllGatherBytes:
         """Make the board; from now on this rank publishes its shards there."""
         comm = self._comm
         share = partial(comm.all_gather_bytes, "sharing")
@@ -127,10 +123,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
         self._layout, self._storage, self._updates = layout, storage, updates
         with naming_ranks("sharing a board"):
             self._board = NodeBoard.join(comm.rank, comm.world_size, self._closed_column + 1, share)
-        storage.on_close_begin.append(self._stop_serving)
-        # If an engine is dropped, closing its storage must end the sharing too.
-        storage.on_transfers_end.append(self._close_shared)
-        updates.on_unit_stored = self._publish
+        storage.share(self)  # if an engine is dropped, closing its storage must end the sharing too
         return share
 
     def on_weights_initialized(self) -> None:
@@ -211,6 +204,9 @@ class SharedMemoryCollectives(MultiRankCollectives):
         # On the I/O loop, where updates of the last step end: no update ends between the new epoch and `is_stored`.
         self._storage.io_loop.run("publishing the rewritten weights", advance())
 
+    def on_unit_updated(self, index: int) -> None:
+        self._publish(index)
+
     def on_weights_stored(self, index: int) -> None:
         self._publish(index, frozen_too=True)
 
@@ -237,10 +233,10 @@ class SharedMemoryCollectives(MultiRankCollectives):
         self._comm.close(error)
 
     def detach(self) -> None:
-        self._stop_serving()
-        self._close_shared()
+        self.on_close_begin()
+        self.on_transfers_end()
 
-    def _close_shared(self) -> None:
+    def on_transfers_end(self) -> None:
         """Close everything that is shared; all transfers of this rank have ended."""
         if self._reducer is not None:
             self._reducer.close()
@@ -339,7 +335,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
                     pause = RETRY_SECONDS
             await asyncio.sleep(pause)
 
-    def _stop_serving(self) -> None:
+    def on_close_begin(self) -> None:
         """Answer no further requests: no rank waits for updates of this rank any more."""
         self._is_stopped = True
 

@@ -11,7 +11,6 @@ the place of a sealed one waits until its update has read it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -84,6 +83,16 @@ class PendingStore(Protocol):
         """True once all of it is stored."""
 
 
+class GradientUpdates(Protocol):
+    """The updates of steps, which use gradients and borrow their memory."""
+
+    def update_unit(self, index: int) -> None:
+        """Update the unit: then its gradient is not needed any more."""
+
+    def reclaim_memory(self, unit: Unit) -> None:
+        """Wait until updates return the memory of the unit's gradient."""
+
+
 class Gradients:
     """All trainable units' gradients.
 
@@ -94,8 +103,7 @@ class Gradients:
         has_lost: since `clear`, a gradient could not be reduced, and never can be.
         failure: with several ranks, the first failed transfer since `clear`; the next step reports it to all ranks.
         is_interleaved: in this backward several micro-batches pass each unit before `on_unit_backward_end`.
-        apply_update: called with a unit whose sealed gradient occupies its place; returns after an update has used it.
-        reclaim_memory: called with a unit whose gradient needs its memory now; returns when the memory is free.
+        updates: those of steps; None before steps are possible: no gradient is sealed, and no memory is lent.
         arrival_order: (unit, position of the slot), in the order in which the first gradients since the last step
             arrived.
         factors: parameter index -> factor by which user code has multiplied its gradient (None: it was dropped) and
@@ -109,8 +117,7 @@ class Gradients:
     def __init__(self, layout: Layout, storage: Storage, device: torch.device, in_place: bool, threads: int) -> None:
         self._storage, self._device, self._in_place = storage, device, in_place
         self._streams, self._store, self._threads = storage.streams, ContributionStore(storage, threads), threads
-        self.apply_update: Callable[[int], None] = lambda index: None  # before steps are possible no gradient is sealed
-        self.reclaim_memory: Callable[[Unit], None] = lambda unit: None
+        self.updates: GradientUpdates | None = None
         self.arrival_order: dict[tuple[int, int], None] = {}
         self.factors: dict[int, float | None] = {}
         self.epoch = next(EPOCHS)
@@ -402,11 +409,21 @@ class Gradients:
 
     # ---- inside -------------------------------------------------------------------------------
 
+    def reclaim_memory(self, unit: Unit) -> None:
+        """The unit's gradient needs its memory now: return when the memory is free."""
+        if self.updates is not None:
+            self.updates.reclaim_memory(unit)
+
+    def _apply_update(self, unit: Unit) -> None:
+        """The unit's sealed gradient occupies its place: return after an update has used it."""
+        if self.updates is not None:
+            self.updates.update_unit(unit.index)
+
     def _open_buffer(self, state: UnitGradient) -> None:
         self._wait_for_store(state)
         unit, streams = state.unit, self._streams
         if state.step_gradient is not None:
-            self.apply_update(unit.index)
+            self._apply_update(unit)
             streams.wait_events(streams.record_update_event())  # on a GPU the update may still be running
             state.step_gradient = None
         self.reclaim_memory(unit)

@@ -30,6 +30,7 @@ from offload.errors import StateError, StorageError
 from offload.planes.copies import fetch_array, fetch_range
 from offload.planes.tiered_array import await_all
 from offload.streams import MaybeEvent
+from zero.exchange.collectives import Collectives
 from zero.optim.sub_group_pipeline import Delivery, StepArguments, SubGroupPipeline, UpdateListener
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.store.storage import Storage
@@ -52,24 +53,23 @@ class PendingUpdates:
     Args:
         threads: of the kernel on the host inside `finish_groups`. During a forward or backward that computes on the
             host too, the kernel has one thread.
-        is_single_rank: there are no other ranks.
+        collectives: other ranks read units once they are updated.
     """
 
     def __init__(
-        self, layout: Layout, storage: Storage, pipeline: SubGroupPipeline, threads: int, *, is_single_rank: bool
+        self, layout: Layout, storage: Storage, pipeline: SubGroupPipeline, collectives: Collectives, threads: int
     ) -> None:
         self._storage = storage
         self._pipeline = pipeline
         self._threads = threads
-        self.is_single_rank = is_single_rank
+        self._collectives = collectives
+        self.is_single_rank = collectives.placement.is_single_rank
         self._threads_in_forward = 1 if storage.streams.has_unified_memory else threads
         self.arguments = StepArguments({}, 1.0, 0)  # The last step's.
         self._due: set[SubGroup] = set()
         self._unapplied: set[SubGroup] = set()
         self._running: dict[SubGroup, RunningUpdate] = {}
         self._unstored: set[SubGroup] = set()
-        # Called on the I/O loop with a unit when its weights of the last step are stored in their home.
-        self.on_unit_stored: Callable[[int], None] = lambda index: None
         self.failure: StorageError | None = None  # A result could not be stored, and is not on the disk yet.
         self.unreported: StorageError | None = None  # With several ranks: the next step reports it to all.
         self._stranded: set[SubGroup] = set()  # Updated, and not completely on the disk because a write has failed.
@@ -211,7 +211,7 @@ class PendingUpdates:
             self._unstored.discard(group)
             for unit in self._layout.units_in(group):
                 if self.is_stored(unit.index):
-                    self.on_unit_stored(unit.index)
+                    self._collectives.on_unit_updated(unit.index)
 
     async def run_with_retry(self, transfer: Callable[[], Awaitable[None]]) -> None:
         """Run `transfer`, and with several ranks run it again if it fails. Raises StorageError."""

@@ -502,7 +502,7 @@ class ReducedGradients(Gradients):
             elif dtype == torch.float32:
                 self.make_wide(state)
             if state.step_gradient is not None:
-                self.apply_update(state.unit.index)
+                self._apply_update(state.unit)
                 self._streams.wait_events(self._streams.record_update_event())
                 state.step_gradient = None
             self.reclaim_memory(state.unit)

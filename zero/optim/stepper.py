@@ -281,7 +281,7 @@ class Stepper:
         self.state = StepState.NONE
         self.changes_weights = False  # The last decided step changes weights; False: it is skipped.
         self.norm: float | None = None  # 2-norm of the last step's gradients, before clipping.
-        gradients.reclaim_memory = self._reclaim_memory
+        gradients.updates = self
 
     def request(self) -> None:
         """A step is legal now, and will be taken."""
@@ -476,7 +476,7 @@ class Stepper:
             unit = self._layout.units[index]
             self._run_job(f"updating unit {unit.name}", self.updates.update_unit(unit))
 
-    def _reclaim_memory(self, unit: Unit) -> None:
+    def reclaim_memory(self, unit: Unit) -> None:
         """Wait until updates return the memory of the unit's gradient."""
         spare = self.pipeline.spare_memory
         if spare.is_offered(unit.index):

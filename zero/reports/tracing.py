@@ -75,13 +75,13 @@ class Tracer:
         )
         # Steps before the first call: a run that continues from a checkpoint has some.
         self._first_steps: int | None = None
-        storage.on_close_begin.append(self.finish_recording)
+        storage.recorder = self
 
     def set_storage(self, storage: Storage) -> None:
         """The engine continues with another storage: a running recording ends, later ones are made there."""
         self.finish_recording()
         self.storage = storage
-        storage.on_close_begin.append(self.finish_recording)
+        storage.recorder = self
 
     def start_recording(self, path: str | os.PathLike[str], steps: int, *, by_environment: bool = False) -> None:
         """Start recording. Raises ConfigError: `path` cannot be written; StateError: a recording is already running."""

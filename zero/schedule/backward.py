@@ -49,6 +49,13 @@ class BackwardCalls(Protocol):
     def loss_scale(self) -> float: ...
 
 
+class RowsInBackward(Protocol):
+    """Rows of packed experts that a backward uses."""
+
+    def end_backward(self) -> None:
+        """A backward is over: none of its uses is open, even if it has not passed all of them."""
+
+
 class BackwardWatch:
     """Receives gradients, and calls of the module hooks.
 
@@ -60,15 +67,12 @@ class BackwardWatch:
 
     def __init__(self, coordinator: Coordinator, gradients: Gradients, steps: BackwardCalls) -> None:
         self._coordinator, self._gradients, self._steps = coordinator, gradients, steps
-        self._end_callbacks: list[Callable[[], None]] = []
+        self.expert_rows: RowsInBackward | None = None  # Set by the fetcher of rows.
         self._is_running = self._has_gradient = False  # Does a backward run, and has it produced a gradient?
         self._handles: list[RemovableHandle] = []
         self.graph_version = 0
         self.is_torn = self.is_scaled = False
         self._gradient_divisor = 1.0  # Divisor of the gradients of the backward that runs.
-
-    def add_end_callback(self, callback: Callable[[], None]) -> None:
-        self._end_callbacks.append(callback)
 
     def install(self, bound: list[UnitBinding], in_tiles: Mapping[int, nn.Parameter]) -> None:
         """Receive the gradient of every parameter.
@@ -223,8 +227,8 @@ class BackwardWatch:
                 self._gradients.end_backward()
         finally:
             self._coordinator.end_backward()
-            for callback in self._end_callbacks:
-                callback()
+            if self.expert_rows is not None:
+                self.expert_rows.end_backward()
 
     def _make_grad_hook(self, pieces: list[tuple[Unit, Slot]]) -> Callable[[nn.Parameter], None]:
         # Weak: torch keeps these hooks where Python's collector does not look; they must not keep the engine alive.

@@ -22,6 +22,7 @@ from zero.params.layout import Layout, Unit, sibling_group
 from zero.plan.plan import Limits
 from zero.schedule.access_trace import GENERATE, AccessTrace
 from zero.schedule.altered_copies import AlteredCopies
+from zero.schedule.micro_batch_scheduler import MicroBatchScheduler
 from zero.schedule.policy import (
     HORIZON,
     HotUnits,
@@ -39,8 +40,7 @@ from zero.store.storage import Storage
 class Coordinator(AlteredCopies):
     """Owner of residency on the device.
 
-    `unpin_for_room`: called when there is no room; ends uses that are pinned only because further uses may follow.
-    False: there were none.
+    `scheduler`: when there is no room, it ends uses that are pinned only because further uses may follow.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Coordinator(AlteredCopies):
         storage: Storage,
         limits: Limits,
         fetcher: UnitFetcher,
-        unpin_for_room: Callable[[], bool],
+        scheduler: MicroBatchScheduler,
     ) -> None:
         self.trace = AccessTrace(sibling_group(layout.units))
         self.counters = FetchCounters()
@@ -62,7 +62,7 @@ class Coordinator(AlteredCopies):
         self._storage = storage
         self._limits = limits
         self._fetcher = fetcher
-        self._unpin_for_room = unpin_for_room
+        self._scheduler = scheduler
         self._numel = {unit.index: unit.numel for unit in layout.units}
         movable = {unit.index: unit.numel for unit in layout.units if not unit.persistent}
         self._hot = HotUnits(movable)
@@ -401,7 +401,7 @@ class Coordinator(AlteredCopies):
             if self._units.resident_numel <= limit_numel:
                 block = self._fetcher.lease_block(nbytes)
             elif not candidates:
-                if self._unpin_for_room():
+                if self._scheduler.unpin_for_room():
                     continue
                 raise self._no_room_error(f"experts of {unit.name}", numel)
             if block is None and candidates:
@@ -462,7 +462,7 @@ class Coordinator(AlteredCopies):
         """Start to fetch the unit; evict others if needed. Raises BudgetError: units in use now leave no room."""
         unit, evict = entry.unit, self._choose_evictions(entry)
         if evict is None:
-            if self._unpin_for_room():
+            if self._scheduler.unpin_for_room():
                 return self._start_fetch(entry)
             raise self._no_room_error(f"unit {unit.name}", unit.numel)
         for other in evict:

@@ -89,6 +89,7 @@ class ExpertRowFetcher:
     ) -> None:
         self._bound, self._storage, self._coordinator = bound, storage, coordinator
         self._updates, self._backward_watch, self._scheduler = updates, backward_watch, scheduler
+        backward_watch.expert_rows = self
         self._place_of = {
             id(parameter): (unit.unit.index, position)
             for unit in bound

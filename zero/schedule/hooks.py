@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -102,10 +102,19 @@ def _modules_around_units(root: nn.Module, fetched: dict[nn.Module, set[int]]) -
     return {module for module in modules if can_root(module)}
 
 
+class ExpertDispatch(Protocol):
+    """Has the model's packed experts fetched by rows."""
+
+    def install(self) -> None: ...
+
+    def remove(self) -> None: ...
+
+
 class ModuleHooks:
     """Installs and removes the hooks of one model.
 
     `root`: the model; its forward bounds the trace. `scopes`: module -> indices of the units that its calls use.
+    `expert_dispatch`: it is installed and removed with the hooks.
     """
 
     def __init__(
@@ -117,8 +126,10 @@ class ModuleHooks:
         backward_watch: BackwardWatch,
         scheduler: MicroBatchScheduler,
         timeline: Timeline,
+        expert_dispatch: ExpertDispatch,
     ) -> None:
         self._root, self._bound, self._scheduler = root, bound, scheduler
+        self._expert_dispatch = expert_dispatch
         fetched = {module: {i for i in units if not bound[i].unit.persistent} for module, units in scopes.items()}
         outside = _modules_around_units(root, fetched)
         self._scopes = {root: [], **{module: [] for module in outside}, **scopes}
@@ -130,8 +141,6 @@ class ModuleHooks:
         self._handles: list[RemovableHandle] = []
         # Modules whose parameters are watched; some may have left the tree since.
         self._watched_modules: list[nn.Module] = []
-        self.install_callbacks: list[Callable[[], Callable[[], None]]] = []  # Each returns a function that undoes it.
-        self._undo: list[Callable[[], None]] = []
         self._is_suspended = False
 
     @property
@@ -171,7 +180,7 @@ class ModuleHooks:
             if module._parameters and not isinstance(module, torch.jit.ScriptModule):
                 module._parameters = _WatchedParameters(module._parameters, self._on_parameter_read)
                 self._watched_modules.append(module)
-        self._undo += [install() for install in self.install_callbacks]
+        self._expert_dispatch.install()
 
     def suspend(self) -> None:
         """Remove every hook until `resume`. Idempotent."""
@@ -200,8 +209,7 @@ class ModuleHooks:
 
     def remove(self) -> None:
         self._is_suspended = False
-        while self._undo:
-            self._undo.pop()()
+        self._expert_dispatch.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

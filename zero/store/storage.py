@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 
@@ -42,12 +43,26 @@ UNPLANNED_SHARE = 0.8
 """Share of the free host memory that one unplanned allocation may take."""
 
 
+class Recorder(Protocol):
+    """Records what the storage does."""
+
+    def finish_recording(self) -> None: ...
+
+
+class SharedShards(Protocol):
+    """Shards of weights that other ranks read in this rank's memory and files."""
+
+    def on_close_begin(self) -> None:
+        """Closing begins, and everything still runs."""
+
+    def on_transfers_end(self) -> None:
+        """All transfers have ended."""
+
+
 class Storage:
     """The engine's memory and files, made from a plan and freed as a whole.
 
     Attributes:
-        on_close_begin: called once, last first, when closing begins and everything still runs.
-        on_transfers_end: called once, last first, when all transfers have ended.
         weights: one tiered array per address space.
         state_arrays: one per address space (None for frozen ones): remainders and optimizer states, by sub-group.
         gradients: one per address space (None for frozen ones).
@@ -88,8 +103,9 @@ class Storage:
         self._arrays: list[TieredArray] = []
         self.snapshot_arrays: list[TwoSlotArray] = []
         self.timeline = Timeline()
-        self.on_close_begin: list[Callable[[], None]] = []
-        self.on_transfers_end: list[Callable[[], None]] = []
+        self.recorder: Recorder | None = None  # Its recording ends before this closes.
+        self._serving: SharedShards | None = None  # Until the close begins.
+        self._shared_shards: SharedShards | None = None  # Until all transfers have ended.
         self.disk = self._open_disk(config, pending_free_bytes)
         aio = self.disk.aio if self.disk else None
         try:
@@ -245,14 +261,14 @@ class Storage:
         """Wait for running transfers, then free everything. Idempotent. Does nothing in a forked child."""
         if self.io_loop.is_forked:
             return
-        self._call_close_hooks()
+        self._begin_close()
         self.io_loop.close()
         self._free_all()
 
     def abandon(self) -> None:
         """`close` for an engine without any reference; safe on any thread, and when Python exits."""
         if self.io_loop.is_current_thread():
-            self._call_close_hooks()
+            self._begin_close()
             self.io_loop.close_soon(self._free_all)
         else:
             self.close()
@@ -261,15 +277,23 @@ class Storage:
         """After all transfers: free everything."""
         with ExitStack() as ends:  # last first; a failed device frees nothing, but host memory must be freed for others
             ends.callback(self._free)
-            for callback in self.on_transfers_end:
-                ends.callback(callback)
-            self.on_transfers_end = []
+            shards, self._shared_shards = self._shared_shards, None
+            if shards is not None:
+                ends.callback(shards.on_transfers_end)
             ends.callback(self.streams.close)
             ends.callback(self._close_disk)
 
-    def _call_close_hooks(self) -> None:
-        while self.on_close_begin:
-            self.on_close_begin.pop()()
+    def share(self, shards: SharedShards) -> None:
+        """Other ranks read these weights from now on, until this closes."""
+        self._serving = self._shared_shards = shards
+
+    def _begin_close(self) -> None:
+        recorder, self.recorder = self.recorder, None
+        if recorder is not None:
+            recorder.finish_recording()
+        shards, self._serving = self._serving, None
+        if shards is not None:
+            shards.on_close_begin()
 
     def _close_disk(self) -> None:
         disk, self.disk = self.disk, None
