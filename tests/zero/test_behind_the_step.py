@@ -47,7 +47,7 @@ class Spy:
         """(number of the step, sub-group)"""
         self.steps: list[Any] = []
         pipeline = pipeline_of(engine)
-        self._update, pipeline.update_group = pipeline.update_group, self
+        self._update, pipeline.begin_update = pipeline.begin_update, self
 
     def __call__(self, group: Any, arguments: Any, *more: Any) -> Any:
         if not any(known is arguments for known in self.steps):

@@ -127,13 +127,13 @@ def test_close_begins_no_update_that_nobody_can_see_any_more(open_engine: Open, 
     train(engine, 0)
     engine.synchronize()
     begun, pipeline = [], pipeline_of(engine)
-    update = pipeline.update_group
+    update = pipeline.begin_update
 
     def spy(group: Any, *more: Any) -> Any:
         begun.append(group)
         return update(group, *more)
 
-    pipeline.update_group = spy
+    pipeline.begin_update = spy
     held_step(engine, 1)
     let_mover_idle(engine)  # it begins what is read ahead
     before = len(begun)

@@ -53,7 +53,7 @@ class BackgroundSave:
         self._encode_tasks: dict[int, asyncio.Task[None]] = {}  # id(extent) -> the task that reads it into memory.
         self._store_tasks: list[asyncio.Task[None]] = []
         self._step_arguments = self._updates.arguments  # Arguments of the last step; the save contains its updates.
-        self._pipeline.before_update = self._before_update
+        self._pipeline.old_values_reader = self
         self._begin_seconds = time.perf_counter()
         self._worker = Worker("zero-checkpoint")  # from here on Python does not exit before the save has ended
         self._future: IoFuture[None] = parts.storage.io_loop.submit(
@@ -82,7 +82,7 @@ class BackgroundSave:
                 await worker.run(self._save.raise_if_removed)
                 raise
             finally:
-                self._pipeline.before_update = None
+                self._pipeline.old_values_reader = None
             await (self._assemble() if self._save.placement.rank == 0 else self._await_first())
             logger.info("%s in %.1f s, in the background", self._describe, time.perf_counter() - self._begin_seconds)
         except BaseException as error:
@@ -128,7 +128,7 @@ class BackgroundSave:
             await self._updates.finish_groups([group])
         self._store_tasks += await self._rank_data_file.writer.encode(extent)
 
-    async def _before_update(self, group: SubGroup, arguments: StepArguments) -> None:
+    async def before_update(self, group: SubGroup, arguments: StepArguments) -> None:
         extent = self._extent_of.get(group)
         if extent is None or arguments is self._step_arguments or self._rank_data_file.writer.is_stopped:
             return

@@ -27,7 +27,7 @@ from offload.streams import shares_host_memory
 from zero.config import Config
 from zero.optim.gradients import Gradients, StepGradient
 from zero.optim.rules import Rule, Rules, UpdateRun
-from zero.optim.sub_group_pipeline import StepArguments, SubGroupPipeline, UpdateListener
+from zero.optim.sub_group_pipeline import StepArguments, SubGroupPipeline
 from zero.params.layout import SubGroup, Unit
 from zero.plan.machine import machine_to_plan
 from zero.plan.plan import Plan
@@ -156,19 +156,16 @@ class ParameterStates:
         await self.storage.retry_failed_writes()
         due, failed = remaining.due_groups, False
 
-        async def before_update() -> None:
-            pass
-
         async def update(group: SubGroup) -> None:
             is_applied = False
-
-            def on_applied(_: frozenset[int]) -> None:
-                nonlocal is_applied
-                is_applied = True
-
             try:
-                listener = UpdateListener(before_update, on_applied, lambda: None, lambda: None)
-                await self._pipeline.update_group(group, remaining.arguments, {}, listener, self._threads)
+                async with self._pipeline.begin_update(group, remaining.arguments, {}) as running:
+                    await self._pipeline.compute(running, self._threads)
+                    is_applied = True
+                    await self._pipeline.store_weights(running)
+                    error = await self._pipeline.store_state(running)
+                if error is not None:
+                    raise error
             except ZeroInfinityError:  # a read or write failed, before or after the update of all elements
                 if not is_applied:
                     due.appendleft(group)

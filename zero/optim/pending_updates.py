@@ -31,7 +31,7 @@ from offload.planes.copies import fetch_array, fetch_range
 from offload.planes.tiered_array import await_all
 from offload.streams import MaybeEvent
 from zero.exchange.collectives import Collectives
-from zero.optim.sub_group_pipeline import Delivery, StepArguments, SubGroupPipeline, UpdateListener
+from zero.optim.sub_group_pipeline import Delivery, StepArguments, SubGroupPipeline
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.store.storage import Storage
 
@@ -292,32 +292,36 @@ class PendingUpdates:
     async def _run_update(
         self, group: SubGroup, deliveries: dict[int, Delivery], running: RunningUpdate, threads: int
     ) -> None:
-        async def before_update() -> None:
-            if self.failure is not None and self.is_single_rank:
-                raise self.failure
-            await self._rewrite_stranded()
-            if self.is_stopped:
-                raise StateError("update: the engine is closed")
-
-        def on_applied(delivered: frozenset[int]) -> None:
-            self._unapplied.discard(group)
-            running.update_future.set_result(delivered)
-
-        def on_memory_returned() -> None:
-            running.borrowed_units = frozenset()
-            running.memory_future.set_result(None)
-
+        pipeline = self._pipeline
         try:
-            await before_update()
-            on_stored = partial(self._on_groups_stored, [group])
-            listener = UpdateListener(before_update, on_applied, on_memory_returned, on_stored)
-            await self._pipeline.update_group(group, self.arguments, deliveries, listener, threads)
+            await self._check_arrays()
+            async with pipeline.begin_update(group, self.arguments, deliveries) as update:
+                await self._check_arrays()  # again: another update may have failed while this one waited for memory
+                delivered = await pipeline.compute(update, threads)
+                self._unapplied.discard(group)
+                running.update_future.set_result(delivered)
+                are_weights_stored = await pipeline.store_weights(update)
+                running.borrowed_units = frozenset()
+                running.memory_future.set_result(None)
+                if are_weights_stored:
+                    self._on_groups_stored([group])
+                error = await pipeline.store_state(update)
+            if error is not None:
+                raise error
         except BaseException as error:
             await self._on_failed_update(group, running, error)
         finally:
             if not running.memory_future.done():
                 running.memory_future.set_result(None)
             del self._running[group]  # last: a reader that finds no running update reads the arrays
+
+    async def _check_arrays(self) -> None:
+        """An update is about to begin: raise if it must not."""
+        if self.failure is not None and self.is_single_rank:
+            raise self.failure
+        await self._rewrite_stranded()
+        if self.is_stopped:
+            raise StateError("update: the engine is closed")
 
     async def _on_failed_update(self, group: SubGroup, running: RunningUpdate, error: BaseException) -> None:
         """Keep the sub-group due, if its values did not change, or its new values in memory; end the waits."""

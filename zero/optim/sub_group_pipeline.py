@@ -19,12 +19,14 @@ arrays keep its bytes until a later write succeeds, so memory still holds the tr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from offload.memory.pool import Block
 from offload.planes.tiered_array import TieredArray, await_all
 from offload.streams import MaybeEvent
 from offload.timeline import UPDATES
@@ -65,15 +67,22 @@ class Delivery:
     events: tuple[MaybeEvent, ...]  # After the last uses of that memory.
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateListener:
-    """Functions that an update calls while it runs."""
+@dataclass(slots=True)
+class SubGroupUpdate:
+    """One update that is running: `compute`, then `store_weights`, then `store_state`, once each."""
 
-    before_update: Callable[[], Awaitable[None]]  # The update is about to begin; if this raises, nothing happens.
-    # The update is done, and these units' weights were delivered; nothing is stored yet.
-    on_applied: Callable[[frozenset[int]], None]
-    on_memory_returned: Callable[[], None]  # The update does not read the caller's memory any more.
-    on_stored: Callable[[], None]  # The new weights are stored in their home.
+    work: StagedSubGroup
+    arguments: StepArguments
+    deliveries: Mapping[int, Delivery]
+    spare_block: Block | None
+    state_tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    weight_errors: list[BaseException | None] = field(default_factory=list)
+
+
+class OldValuesReader(Protocol):
+    """Reads the values of sub-groups before an update changes them: a checkpoint in progress."""
+
+    async def before_update(self, group: SubGroup, arguments: StepArguments) -> None: ...
 
 
 class SubGroupPipeline:
@@ -86,8 +95,7 @@ class SubGroupPipeline:
         self._rules = rules
         self.spare_memory = SpareGradientMemory(layout, storage)
         self._admission = UpdateAdmission(storage.plan.sub_groups_in_flight, self.spare_memory)
-        # Awaited before a sub-group changes, so that its old values can be copied first (a checkpoint in progress).
-        self.before_update: Callable[[SubGroup, StepArguments], Awaitable[None]] | None = None
+        self.old_values_reader: OldValuesReader | None = None
 
     def trained_units(self, group: SubGroup, arguments: StepArguments) -> list[Unit]:
         """Units with elements in the sub-group that this step changes."""
@@ -110,29 +118,20 @@ class SubGroupPipeline:
             ranges.append((self._gradients.step_gradient(unit.index).array, *group.range_in(unit)))
         return all(array.swap_bytes(begin, end) == 0 for array, begin, end in ranges)
 
-    async def update_group(
-        self,
-        group: SubGroup,
-        arguments: StepArguments,
-        deliveries: Mapping[int, Delivery],
-        listener: UpdateListener,
-        threads: int,
-    ) -> None:
-        """Update a sub-group and store the result.
-
-        Raises StorageError: before `listener.on_applied` was called, nothing has changed; after it, the arrays hold the
-        new values in memory.
+    @asynccontextmanager
+    async def begin_update(
+        self, group: SubGroup, arguments: StepArguments, deliveries: Mapping[int, Delivery]
+    ) -> AsyncIterator[SubGroupUpdate]:
+        """Context of one update; entered when there is memory for it.
 
         Args:
             group: has at least one trained unit.
             arguments: the step's.
             deliveries: unit index -> memory for its part of the new weights. They are written to the disk from there
-                too, so this memory must not change until `listener.on_memory_returned` is called, or this returns.
-            listener: functions to call at the stages of the update.
-            threads: of the CPU kernel.
+                too, so this memory must not change until `store_weights` has returned.
         """
-        if self.before_update is not None:
-            await self.before_update(group, arguments)
+        if self.old_values_reader is not None:
+            await self.old_values_reader.before_update(group, arguments)
         units = self.trained_units(group, arguments)
         caller_memory = {
             unit.index: _bytes_of(unit, deliveries[unit.index].into, *group.range_in(unit))
@@ -140,30 +139,59 @@ class SubGroupPipeline:
             if unit.index in deliveries
         }
         work = StagedSubGroup(self._storage, self._layout, group, units, caller_memory, self._gradient_array)
-        streams = self._storage.streams
         async with self._admission.admit(work.host_nbytes) as spare_block:
-            await listener.before_update()  # only now: another update may have failed while this one waited for memory
-            streams.wait_events(arguments.event)
-            if self._storage.update_device(group) != self._storage.device:
-                # The host overwrites weights that a forward's copies may still read.
-                await streams.synchronize(arguments.event)
-            await work.lease("sub-group", spare_block)
             try:
-                new_small = await self._compute_into(work, arguments, threads)
-                await self._deliver(work, deliveries)
-                arguments.store_small_states(new_small)  # before `on_applied` reports that the update counts
-                listener.on_applied(frozenset(unit.index for unit in units) & deliveries.keys())
-                if spare_block is not None or (
-                    self._storage.update_device(group) == self._storage.device and not work.in_place
-                ):
-                    # A GPU may still read gradients in host memory, or copy new weights out of spare memory.
-                    await streams.synchronize(streams.record_event())
-                self.spare_memory.offer(group, units)
-                error = await self._write_back(work, listener)
+                yield SubGroupUpdate(work, arguments, deliveries, spare_block)
             finally:
                 work.free()
-        if error is not None:
-            raise error
+
+    async def compute(self, update: SubGroupUpdate, threads: int) -> frozenset[int]:
+        """Read the sub-group and update it. When this returns, the update counts, and nothing is stored yet.
+
+        Returns the units whose new weights were delivered. Raises StorageError: nothing has changed.
+
+        `threads`: of the CPU kernel.
+        """
+        work, arguments, streams = update.work, update.arguments, self._storage.streams
+        streams.wait_events(arguments.event)
+        if self._storage.update_device(work.group) != self._storage.device:
+            # The host overwrites weights that a forward's copies may still read.
+            await streams.synchronize(arguments.event)
+        await work.lease("sub-group", update.spare_block)
+        new_small = await self._compute_into(work, arguments, threads)
+        await self._deliver(work, update.deliveries)
+        arguments.store_small_states(new_small)
+        return frozenset(unit.index for unit in work.units) & update.deliveries.keys()
+
+    async def store_weights(self, update: SubGroupUpdate) -> bool:
+        """Store the new weights, and begin to store the state. True: the weights are stored in their home.
+
+        When this returns, the update does not read the caller's memory any more. See `StagedRange.write_or_strand`.
+        """
+        work, streams = update.work, self._storage.streams
+        if update.spare_block is not None or (
+            self._storage.update_device(work.group) == self._storage.device and not work.in_place
+        ):
+            # A GPU may still read gradients in host memory, or copy new weights out of spare memory.
+            await streams.synchronize(streams.record_event())
+        self.spare_memory.offer(work.group, work.units)
+
+        async def write_state() -> None:
+            async with self._admission.write_semaphore:
+                await work.state.write_or_strand()
+
+        update.state_tasks = [] if work.state.in_place else [asyncio.create_task(write_state())]
+        weights = [weight for weight in work.weights.values() if not (weight.has_memory_home or weight.in_place)]
+        # When they have ended the owner may overwrite its memory, and store newer weights of its own: weights that are
+        # stranded later would replace them.
+        errors = await asyncio.gather(*(weight.write_or_strand() for weight in weights), return_exceptions=True)
+        update.weight_errors = list(errors)
+        return not any(errors)
+
+    async def store_state(self, update: SubGroupUpdate) -> BaseException | None:
+        """Wait until the state is stored. Returns the first error of the update: arrays hold its values in memory."""
+        state_errors = await asyncio.gather(*update.state_tasks, return_exceptions=True)
+        return next((error for error in (*update.weight_errors, *state_errors) if error is not None), None)
 
     def _gradient_array(self, unit: Unit) -> TieredArray:
         """The array of the gradient that an update of the unit uses."""
@@ -196,24 +224,6 @@ class SubGroupPipeline:
                 )
         # Weights that are used in their home on the device must be there before the update counts.
         await await_all([weight.write() for weight in work.weights.values() if weight.has_memory_home])
-
-    async def _write_back(self, work: StagedSubGroup, listener: UpdateListener) -> BaseException | None:
-        """Store the results; returns the first error. See `StagedRange.write_or_strand`."""
-
-        async def write_state() -> None:
-            async with self._admission.write_semaphore:
-                await work.state.write_or_strand()
-
-        state_tasks = [] if work.state.in_place else [asyncio.create_task(write_state())]
-        weights = [weight for weight in work.weights.values() if not (weight.has_memory_home or weight.in_place)]
-        weight_errors = await asyncio.gather(*(weight.write_or_strand() for weight in weights), return_exceptions=True)
-        # From here on the owner may overwrite its memory, and store newer weights of its own: weights that are stranded
-        # later would replace them.
-        listener.on_memory_returned()
-        if not any(weight_errors):
-            listener.on_stored()
-        state_errors = await asyncio.gather(*state_tasks, return_exceptions=True)
-        return next((error for error in (*weight_errors, *state_errors) if error is not None), None)
 
     def _apply_rule(self, work: StagedSubGroup, unit: Unit, arguments: StepArguments, threads: int) -> NewSmallStates:
         """Update the part of a unit that is in a sub-group; returns the new small states."""
