@@ -10,10 +10,7 @@ import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from native.build import Library
+from typing import Any
 
 __all__ = ["Native", "NativeUnavailable", "load", "load_cuda"]
 
@@ -71,9 +68,7 @@ def load() -> Native:
     Raises NativeUnavailable: disabled by ZERO_NATIVE=0, not built, stale, or not loadable.
     """
     _check_enabled()
-    from native import build
-
-    return _open(build.LIBZN)
+    return _open(cuda=False)
 
 
 def load_cuda() -> Native:
@@ -82,9 +77,7 @@ def load_cuda() -> Native:
     Raises NativeUnavailable: disabled by ZERO_NATIVE=0, not built, stale, or not loadable.
     """
     _check_enabled()
-    from native import build
-
-    return _open(build.LIBZN_CUDA)
+    return _open(cuda=True)
 
 
 def _check_enabled() -> None:
@@ -106,9 +99,10 @@ def _ffi() -> Any:
 
 
 @functools.cache
-def _open(library: Library) -> Native:
-    from native.build import REBUILD_COMMAND, source_hash
+def _open(*, cuda: bool) -> Native:
+    from native.build import LIBZN, LIBZN_CUDA, REBUILD_COMMAND, source_hash
 
+    library = LIBZN_CUDA if cuda else LIBZN
     ffi, path = _ffi(), _PACKAGE / library.name
     if not path.is_file():
         compiler = library.compilers[0]

@@ -198,7 +198,7 @@ def test_updates_beside_a_device_take_all_threads_and_leave_the_mover_free(
         update(*given, threads=threads, **more)
 
     monkeypatch.setattr(kernels, "adamw", watched)
-    monkeypatch.setattr("zero.assembly.run.kernel_threads", lambda on_cpu: 7)
+    monkeypatch.setattr("zero.assembly.engine_parts.kernel_threads", lambda on_cpu: 7)
     monkeypatch.setattr("zero.assembly.engine_parts.update_threads", lambda numel, limit: limit)
     with lagging_device(monkeypatch, eager=False):
         engine = open_engine(build("gpt"), make_config(pair, nvme_path))

@@ -10,13 +10,13 @@ import json
 import logging
 import time
 from collections.abc import Container, Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from offload.errors import StateError
-from offload.kernels.threads import update_threads
+from offload.kernels.threads import kernel_threads, update_threads
 from offload.memory.flat_storage import Poison
 from offload.memory.host_memory import retain_heap, trim_heap
 from offload.node.run_notes import leave_note
@@ -27,8 +27,11 @@ from zero.config import Config
 from zero.exchange.broadcasts import BufferBroadcast, agree_on_machine, broadcast_initial_values
 from zero.exchange.collectives import Collectives
 from zero.optim.gradients import Gradients
+from zero.optim.loss_scale import LossScaler
+from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pending_updates import PendingUpdates
 from zero.optim.reduce import ReducedGradients
+from zero.optim.rules import Rules
 from zero.optim.stepper import Stepper
 from zero.optim.sub_group_pipeline import SubGroupPipeline
 from zero.params.binding import UnitBinding
@@ -38,7 +41,7 @@ from zero.params.initialisation import spills_values
 from zero.params.layout import Slot, Unit
 from zero.params.tiles import Tile, TiledParameterStore
 from zero.params.units import CoveredUnit, Leaf, coded_numel, collect_leaves
-from zero.plan.machine import machine_to_plan
+from zero.plan.machine import machine_to_plan, uses_weights_in_place
 from zero.reports.log import NOTICE, start_line
 from zero.reports.precision_table import dtype_table, warn_of_slow_matmuls
 from zero.schedule.backward import BackwardCalls, BackwardWatch
@@ -55,10 +58,29 @@ from zero.values.engine_store import EngineParameterStore, StoreCalls, unwrap_pa
 from zero.values.gathered_values import GatheredValues
 from zero.values.unit_editor import EditCalls, UnitEditor
 
-if TYPE_CHECKING:
-    from zero.assembly.run import Run
-
 logger = logging.getLogger("zero")
+
+
+class RunInputs:
+    """What the parts are made for: a model, its configuration, how it is trained, and on what."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        device: torch.device,
+        rules: Rules,
+        updater: ZeroOptimizer | None,
+        scaler: LossScaler,
+    ) -> None:
+        self.module = model
+        self.config = config
+        self.device = device
+        self.rules = rules
+        self.updater = updater
+        self.scaler = scaler
+        self.in_place = uses_weights_in_place()
+        self.threads = kernel_threads(on_cpu=device.type == "cpu")
 
 
 class PartCalls(FetchCalls, BackwardCalls, EditCalls, StoreCalls, Protocol):
@@ -83,7 +105,7 @@ class EngineParts:
 
     def __init__(
         self,
-        run: Run,
+        run: RunInputs,
         steps: PartCalls,
         collectives: Collectives,
         trainable: Mapping[int, int],

@@ -11,7 +11,6 @@ from torch import nn
 from zero.config import Config
 from zero.optim.make_rule import make_trained_parameters
 from zero.optim.rules import AdamRule, Rules, TrainedParameters
-from zero.optim.small_states import largest_rank_bytes
 from zero.params.layout import Layout, build_layout
 from zero.params.placement import Placement, make_placement
 from zero.params.units import CoveredUnit, Leaf, collect_leaves, live_numels
@@ -71,7 +70,7 @@ def make_planner(
     """
     covered, layout = laid_out
     uses = live_numels(model, covered, layout)
-    rule_states = RuleStates(rules.states, largest_rank_bytes(layout, rules))
+    rule_states = RuleStates(rules.states, rules.largest_small_bytes(layout))
     return Planner(layout, config, machine, device, in_place, uses, placement, rule_states)
 
 

@@ -11,21 +11,19 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from offload.kernels.threads import kernel_threads
 from zero.activations.saved_tensors import Activations
-from zero.assembly.engine_parts import EngineParts
+from zero.assembly.engine_parts import EngineParts, RunInputs
 from zero.config import Config
 from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.exchange.collectives import Collectives
 from zero.optim.loss_scale import LossScaler
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import Rules
-from zero.plan.machine import uses_weights_in_place
 from zero.reports.tracing import Tracer
 from zero.store.storage import Storage
 
 
-class Run:
+class Run(RunInputs):
     """One engine's model, configuration, optimizer, counters and parts.
 
     Args:
@@ -65,13 +63,7 @@ class Run:
         *,
         generations: int,
     ) -> None:
-        self.module = model
-        self.config = config
-        self.device = device
-        self.rules = rules
-        self.updater = updater
-        self.in_place, self.threads = uses_weights_in_place(), kernel_threads(on_cpu=device.type == "cpu")
-        self.scaler = scaler
+        super().__init__(model, config, device, rules, updater, scaler)
         self.activations = Activations(config.activation_checkpointing)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.step_began = self.collecting_began = 0

@@ -38,6 +38,7 @@ from offload.kernels import kernels, masters, tile_threads
 from offload.kernels.moments import Moments
 from zero.ops.adam import AdamValues
 from zero.optim.small_states import Shapes, SmallTensors
+from zero.params.layout import Layout
 from zero.plan.sub_group_state import ADAM_STATES, States
 
 # torch computes this many elements on one thread, without waking others; and they stay in the cache between operations.
@@ -223,6 +224,18 @@ class Rules:
     def number(self, group: Mapping[str, Any]) -> int:
         """Number of the rule that updates a param group."""
         return int(len(self.each) > 1 and not group.get(self.flag))
+
+    def largest_small_bytes(self, layout: Layout) -> int:
+        """Bytes of small states on the rank that has most; equal on all ranks, because their plans must be equal."""
+        bytes_of_shards: dict[int, int] = {}
+        for unit in layout.units:
+            rule = self.each[unit.rule]
+            for slot in unit.slots if unit.trainable and rule.small else ():
+                shard = slot.offset_numel // unit.shard_numel
+                shapes = rule.small_shapes(slot.shape).values()
+                nbytes = sum(shape.numel() * dtype.itemsize for shape, dtype in shapes)
+                bytes_of_shards[shard] = bytes_of_shards.get(shard, 0) + nbytes
+        return max(bytes_of_shards.values(), default=0)
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         return self.each[self.number(group)]

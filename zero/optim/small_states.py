@@ -12,17 +12,13 @@ values, and the values that a reader has do not change.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from offload.archives import make_archive, read_archive
-
-if TYPE_CHECKING:
-    from zero.exchange.collectives import Collectives
-    from zero.optim.rules import Rules
-    from zero.params.layout import Layout
+from zero.exchange.collectives import Collectives
+from zero.params.layout import Layout
 
 SmallTensors = Mapping[str, Tensor]  # The small states of one parameter, by name.
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -59,16 +55,3 @@ def gather_small_states(collectives: Collectives, own: Mapping[str, SmallTensors
         for name, tensors in read_archive(answer, "small states of another rank").items():
             states.setdefault(name, tensors)
     return states
-
-
-def largest_rank_bytes(layout: Layout, rules: Rules) -> int:
-    """Bytes of small states on the rank that has most; equal on all ranks, because their plans must be equal."""
-    bytes_of_shards: dict[int, int] = {}
-    for unit in layout.units:
-        rule = rules.each[unit.rule]
-        for slot in unit.slots if unit.trainable and rule.small else ():
-            shard = slot.offset_numel // unit.shard_numel
-            shapes = rule.small_shapes(slot.shape).values()
-            nbytes = sum(shape.numel() * dtype.itemsize for shape, dtype in shapes)
-            bytes_of_shards[shard] = bytes_of_shards.get(shard, 0) + nbytes
-    return max(bytes_of_shards.values(), default=0)
