@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,5 +65,5 @@ def main() -> int:
         print(f"{OURS}: {wrong}", file=sys.stderr)
         return 1
     # By name: this layer does not import the layer above, and the package found may not be ours.
-    run: Callable[[], int] = importlib.import_module(f"{PACKAGE}.tools.cli").main
-    return run()
+    status: int = importlib.import_module(f"{PACKAGE}.tools.cli").main()
+    return status

@@ -65,10 +65,13 @@ class _State:
         self.block: ActivationCheckpointing | None = None
         """The settings of the last `configure` since `initialize`; None: the engine's settings are used."""
         self.is_configured = False
-        self.engine: Callable[[], Activations | None] = lambda: None
-        """Returns the `Activations` of the last engine."""
+        self.of_engine: weakref.ref[Activations] | None = None
+        """The `Activations` of the last engine."""
         self.own_stores: dict[tuple[str, torch.device], Activations] = {}
         """Stores for settings for which no engine has a store."""
+
+    def engine_activations(self) -> Activations | None:
+        return None if self.of_engine is None else self.of_engine()
 
 
 _state = _State()
@@ -159,7 +162,7 @@ def set_num_layers(nlayers: int | None) -> None:
 
 def reset() -> None:
     """Free memory that holds no saved input, for example between training and evaluation."""
-    scopes = [*_state.own_stores.values(), current_activations(), _state.engine()]
+    scopes = [*_state.own_stores.values(), current_activations(), _state.engine_activations()]
     for scope in scopes:
         if scope is not None and scope.store is not None:
             scope.store.trim()
@@ -175,13 +178,13 @@ def use_engine_activations(activations: Activations, *, configured: bool) -> Non
     if configured:
         _state.block = None
     _state.is_configured = True
-    _state.engine = weakref.ref(activations)
+    _state.of_engine = weakref.ref(activations)
 
 
 def _settings() -> ActivationCheckpointing:
     if _state.block is not None:
         return _state.block
-    scope = current_activations() or _state.engine()
+    scope = current_activations() or _state.engine_activations()
     return ActivationCheckpointing() if scope is None else scope.settings
 
 
@@ -216,7 +219,7 @@ def _scope(settings: ActivationCheckpointing, args: tuple[Any, ...]) -> Activati
     tier = activation_tier(settings)
     if tier is None:
         return None
-    for scope in (current_activations(), _state.engine()):
+    for scope in (current_activations(), _state.engine_activations()):
         if scope is not None and scope.store is not None and activation_tier(scope.settings) == tier:
             return scope
     if tier == NVME:

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -269,7 +269,7 @@ def get_model_profile(  # noqa: PLR0913 - the signature is DeepSpeed's
     if input_shape is not None:
         like = next(model.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
         args = [torch.ones(input_shape, dtype=like.dtype, device=like.device), *args]
-    call: Callable[..., Any] = model if mode == "forward" else getattr(model, "generate")  # noqa: B009 - the model's own
+    call: Any = model if mode == "forward" else getattr(model, "generate")  # noqa: B009 - the model's own
     profile = Profile(model)
     trained = [module for module in model.modules() if module.training]
     model.eval()  # as DeepSpeed: running statistics do not change

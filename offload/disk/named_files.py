@@ -10,8 +10,8 @@ import asyncio
 import errno as errno_names
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -32,12 +32,11 @@ PathOrDescriptor = str | int  # The path of a file, or an open descriptor, which
 
 @dataclass(frozen=True, slots=True)
 class RegisteredMemory:
-    memory: torch.Tensor  # Referenced here: registered or pinned memory must not be unmapped before `undo` ran.
-    undo: list[Callable[[], None]]
+    memory: torch.Tensor  # Referenced here: registered or pinned memory must not be unmapped before.
+    registrations: ExitStack
 
     def unregister(self) -> None:
-        for step in self.undo:
-            step()
+        self.registrations.close()
 
 
 class NamedFiles:
@@ -95,8 +94,12 @@ class NamedFiles:
         Raises BudgetError: the kernel has no memory.
         """
         memory = tensor_over(map_host(numel * dtype.itemsize))
-        undo = [self._aio.register_memory(memory), pin(memory)]
-        self._registered[memory.data_ptr()] = RegisteredMemory(memory, [step for step in undo if step is not None])
+        registrations = ExitStack()
+        registrations.callback(self._aio.register_memory(memory))
+        unpin = pin(memory)
+        if unpin is not None:
+            registrations.callback(unpin)
+        self._registered[memory.data_ptr()] = RegisteredMemory(memory, registrations)
         return memory[: numel * dtype.itemsize].view(dtype)
 
     def has_memory(self, tensor: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ import asyncio
 import weakref
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from typing import Protocol, TypeAlias
 
 import torch
@@ -278,7 +279,7 @@ class BlockPool:
         self._device = device
         self._pinned = pinned
         self._register = register if device.type == "cpu" else None
-        self._undo: list[Callable[[], None]] = []
+        self._registrations = ExitStack()  # Of the memory with the device and the kernel; closed before it is freed.
         self._shared = shared
         self._extents = ExtentAllocator(align_up(nbytes, PAGE_BYTES))
         _check_room(f"the {name} arena", self._extents.capacity_bytes, shared)
@@ -358,9 +359,7 @@ class BlockPool:
         if self.used_bytes:
             raise StateError(f"the {self.name} arena cannot be freed: {self.used_bytes:,} bytes are in use")
         if self.reserved_bytes:
-            undo, self._undo = self._undo, []
-            for step in undo:  # before the memory may be freed
-                step()
+            self._registrations.close()  # before the memory may be freed
             self._data, self._freed_in_use = None, []
 
     def reserve_memory(self) -> None:
@@ -372,10 +371,11 @@ class BlockPool:
         if self._data is None:
             self._data = _allocate(self._extents.capacity_bytes, self._device, shared=self._shared)
             unpin = pin(self._data) if self._pinned and self._device.type == "cpu" else None
-            self._undo = [unpin] if unpin is not None else []
+            if unpin is not None:
+                self._registrations.callback(unpin)
             if self._register is not None:
                 wipe_on_fork(self._data)
-                self._undo.append(self._register(self._data))
+                self._registrations.callback(self._register(self._data))
         return self._data
 
     def _events_of(self, begin: int, end: int) -> tuple[MaybeEvent, ...]:
@@ -394,9 +394,8 @@ class BlockPool:
 
     def close(self) -> None:
         """Drop the allocation; it is freed with the last tensor over it. Idempotent."""
-        undo, self._undo, self._closed = self._undo, [], True
-        for step in undo:  # before the memory may be freed
-            step()
+        self._closed = True
+        self._registrations.close()  # before the memory may be freed
         self._data = None
 
 

@@ -286,11 +286,11 @@ def test_a_watch_lives_on_its_device_and_ends_the_fate_of_a_rank_whose_device_fa
     chosen, fate, told = on_the_third(monkeypatch), FailureState(), Future[BaseException]()
 
     class Listener:
-        def end(self, error: BaseException) -> None:
+        def on_failure(self, error: BaseException) -> None:
             told.set_result(error)
 
     listener = Listener()
-    fate.add_listener(listener.end)
+    fate.add_listener(listener)
     watch = Watchdog(StatusBoard(HashStore(), 0, 2), OperationLog(), fate, 0, 2, 0.3, lambda: None)
     try:
         with watch.waiting(0, "gather of unit 4") as wait:

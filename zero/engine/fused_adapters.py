@@ -9,10 +9,9 @@ uses them, if the adapters are still the same. The trained weights never change,
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -66,13 +65,12 @@ class FusedAdapters:
     def _fuse_unit(self, index: int, adapter_layers: list[AdapterLayer]) -> bool:
         """Add the adapters of a unit's layers, or use the copy that has them. False: there is no kept copy."""
         coordinator, known = self._run.parts.coordinator, self._inputs.pop(index, [])
-        if coordinator.is_parked(index) and [each.inputs(self._run) for each in adapter_layers] == known:
-            undo: list[Callable[[], None]] = [partial(_unfuse_layer, each.layer) for each in adapter_layers]
-            if coordinator.resume_altered(index, undo):
-                for each in adapter_layers:
-                    each.layer.merged_adapters = each.names
-                self._inputs[index] = known
-                return True
+        is_same = coordinator.is_parked(index) and [each.inputs(self._run) for each in adapter_layers] == known
+        if is_same and coordinator.resume_altered(index, adapter_layers):
+            for each in adapter_layers:
+                each.layer.merged_adapters = each.names
+            self._inputs[index] = known
+            return True
         deltas: list[DeltaInputs] = []
         self._inputs[index] = deltas
         return all(_fuse_layer(self._run, each, deltas) for each in adapter_layers)
@@ -107,6 +105,9 @@ class AdapterLayer(NamedTuple):
     def weights(self) -> list[Any]:
         layer = self.layer
         return [side[name].weight for name in self.names for side in (layer.lora_A, layer.lora_B)]
+
+    def undo(self) -> None:
+        self.layer.merged_adapters = []
 
     def inputs(self, run: Run) -> DeltaInputs:
         scaling = {name: self.layer.scaling[name] for name in self.names}
@@ -153,7 +154,7 @@ def _fuse_layer(run: Run, adapter_layer: AdapterLayer, delta_inputs: list[DeltaI
     with GatheredParameters(adapter_layer.weights):
         delta_inputs.append(adapter_layer.inputs(run))
         delta = _delta_of(layer, names, adapter_layer.weights)
-    if not run.parts.coordinator.fetch_to_alter(bound.unit.index, partial(_unfuse_layer, layer)):
+    if not run.parts.coordinator.fetch_to_alter(bound.unit.index, adapter_layer):
         return False
     weight = bound.flat.data[slot.offset_numel : slot.end_numel].view(slot.shape)
     weight.add_(delta.to(weight))
@@ -165,7 +166,3 @@ def _delta_of(layer: Any, names: Sequence[str], weights: list[Any]) -> torch.Ten
     with GatheredParameters(weights), torch.no_grad():
         deltas: list[torch.Tensor] = [layer.get_delta_weight(name) for name in names]
         return torch.stack(deltas).sum(0) if len(deltas) > 1 else deltas[0]
-
-
-def _unfuse_layer(layer: Any) -> None:
-    layer.merged_adapters = []

@@ -39,7 +39,7 @@ class Generation:
     @property
     def generate(self) -> Callable[..., Any]:
         """See `ZeroEngine.generate`."""
-        generate: Callable[..., Any] = self._run.module.generate  # type: ignore[assignment]
+        generate: Any = self._run.module.generate
         block = self._run.config.hybrid_engine
 
         def inside(*args: Any, **kwargs: Any) -> Any:

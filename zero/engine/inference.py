@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -55,8 +54,8 @@ class InferenceEngine(ZeroEngine):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `generate`. Raises AttributeError: it has none; StateError: the engine is closed."""
         with self.generation():
-            generate: Callable[..., Any] = self.module.generate  # type: ignore[assignment]
-            return generate(*args, **kwargs)
+            model: Any = self.module
+            return model.generate(*args, **kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises StateError: use `zero.initialize` for a model that is trained."""

@@ -93,7 +93,7 @@ class Comm:
         self.world_size = len(self._members)
         self.rank = self._members.index(backend.own_rank()) if self.world_size > 1 else 0
         self._operation_log, self._launch_order, self._failure_state = OperationLog(), LaunchOrder(), FailureState()
-        self._failure_state.add_listener(self._on_failure)
+        self._failure_state.add_listener(self)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._in_flight: set[asyncio.Future[None]] = set()
         self._groups: dict[tuple[int, ...], Group] = {(self.rank,): Group((self.rank,), 0)}
@@ -270,7 +270,7 @@ class Comm:
 
     def fail_with(self, other: Comm) -> None:
         """An error that ends `other` ends this too."""
-        other._failure_state.add_listener(self.fail)
+        other._failure_state.add_listener(self._failure_state)
 
     def cancel(self, queued: QueuedWork, error: BaseException) -> None:
         """This rank cannot take part in `queued`: report the reason to the ranks that wait for it. Any thread."""
@@ -400,7 +400,7 @@ class Comm:
             )
         self._failure_state.fail(error)
 
-    def _on_failure(self, error: BaseException) -> None:
+    def on_failure(self, error: BaseException) -> None:
         """The ranks no longer work together: notify the other threads."""
         if self._watchdog is not None:
             self._watchdog.wake()

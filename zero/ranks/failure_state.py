@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from offload.errors import PeerError, RankDivergenceError, StateError
+
+
+class FailureListener(Protocol):
+    """Depends on the ranks' working together."""
+
+    def on_failure(self, error: BaseException) -> None: ...
 
 
 class FailureState:
@@ -15,13 +22,17 @@ class FailureState:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._listeners: list[weakref.WeakMethod[Callable[[BaseException], None]]] = []
+        self._listeners: list[weakref.ref[FailureListener]] = []
         self.failure: BaseException | None = None  # The error that ended it.
         self.is_closed = False
 
-    def add_listener(self, listener: Callable[[BaseException], None]) -> None:
-        """Register a bound method to call at the end, on the thread that ends it. Its object is not kept alive."""
-        self._listeners.append(weakref.WeakMethod(listener))
+    def add_listener(self, listener: FailureListener) -> None:
+        """Register an object to call at the end, on the thread that ends it. It is not kept alive."""
+        self._listeners.append(weakref.ref(listener))
+
+    def on_failure(self, error: BaseException) -> None:
+        """What this depends on has ended: this ends too."""
+        self.fail(copy_error(error))
 
     def raise_if_failed(self) -> None:
         """Raise if it has failed, or is closed."""
@@ -39,7 +50,7 @@ class FailureState:
         if first:
             for reference in self._listeners:
                 if (listener := reference()) is not None:
-                    listener(error)
+                    listener.on_failure(error)
         return self.failure or error
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from zero.params.binding import UnitBinding
 from zero.schedule.policy import HotUnits
 from zero.schedule.residency import Residency, UnitEntry, UnitState
 from zero.schedule.unit_fetcher import UnitFetcher
+
+
+class AlteredValues(Protocol):
+    """Values that a copy has been altered for."""
+
+    def undo(self) -> None:
+        """The copy is about to be evicted: the values are to be used without it."""
 
 
 class AlteredCopies:
@@ -17,7 +25,7 @@ class AlteredCopies:
     _hot: HotUnits
     _fetcher: UnitFetcher
     _bound_units: list[UnitBinding]
-    _undo: dict[int, list[Callable[[], None]]]
+    _altered: dict[int, list[AlteredValues]]
     _parked: set[int]
 
     def _fetch_and_bind(self, entry: UnitEntry) -> None:
@@ -49,45 +57,45 @@ class AlteredCopies:
         self._keep_or_evict(entry, iter(()))
         return entry.index in self._hot.pinned
 
-    def fetch_to_alter(self, index: int, undo: Callable[[], None]) -> bool:
+    def fetch_to_alter(self, index: int, values: AlteredValues) -> bool:
         """Fetch a unit, and pin it for the generation in a copy whose values may be altered.
 
-        False: there is no such copy, or no room for one. `undo` is called before the copy is evicted.
+        False: there is no such copy, or no room for one. `values.undo` is called before the copy is evicted.
         """
         entry = self._units[index]
         if not self._fetch_for_generation(entry) or entry.arrival is None or entry.arrival.block is None:
             return False
         self._fetcher.wait_for_uses(entry.arrival)
-        self._undo.setdefault(index, []).append(undo)
+        self._altered.setdefault(index, []).append(values)
         return True
 
     def drop_altered(self) -> None:
         """Evict every altered copy, used or not: a call that raised has left them."""
-        for index in [*self._undo]:
+        for index in [*self._altered]:
             self._evict_bound(self._units[index])
 
     def park_altered(self) -> None:
         """Unbind the altered copies and keep them: any use but `resume_altered` drops the copy and fetches the unit."""
-        for index in [*self._undo]:
+        for index in [*self._altered]:
             entry, bound = self._units[index], self._bound_units[index]
             arrival = entry.arrival
             if entry.state != UnitState.BOUND or arrival is None or entry.is_pinned or bound.has_changes:
                 self._evict_bound(entry)
                 continue
-            for undo in self._undo.pop(index):
-                undo()
+            for values in self._altered.pop(index):
+                values.undo()
             self._fetcher.unbind(bound, arrival, modified=True)
             self._units.move(entry, UnitState.EVICTED)
             self._units.move(entry, UnitState.IN_FLIGHT, arrival)
             self._parked.add(index)
 
-    def resume_altered(self, index: int, undo: list[Callable[[], None]]) -> bool:
-        """Show a parked copy, altered as it is. False: it is gone. `undo`: as for `fetch_to_alter`."""
+    def resume_altered(self, index: int, values: Sequence[AlteredValues]) -> bool:
+        """Show a parked copy, altered as it is. False: it is gone. `values`: as for `fetch_to_alter`."""
         entry = self._units[index]
         if index not in self._parked or entry.is_in_use:
             return False
         self._parked.discard(index)
-        self._undo[index] = undo
+        self._altered[index] = list(values)
         if not self._fetch_for_generation(entry) or entry.arrival is None:
             return False
         self._fetcher.wait_for_uses(entry.arrival)

@@ -21,7 +21,7 @@ from zero.params.binding import UnitBinding
 from zero.params.layout import Layout, Unit, sibling_group
 from zero.plan.plan import Limits
 from zero.schedule.access_trace import GENERATE, AccessTrace
-from zero.schedule.altered_copies import AlteredCopies
+from zero.schedule.altered_copies import AlteredCopies, AlteredValues
 from zero.schedule.micro_batch_scheduler import MicroBatchScheduler
 from zero.schedule.policy import (
     HORIZON,
@@ -71,7 +71,7 @@ class Coordinator(AlteredCopies):
         self._prefetched_key: tuple[int, ...] = ()  # The prediction whose units are all on the device, or in flight.
         self._expert_rows_numel = 0  # Elements of the rows of packed experts that are in use.
         self._extra_numel = 0  # Elements beyond the limit, for a generation, in memory of its own.
-        self._undo: dict[int, list[Callable[[], None]]] = {}  # For units whose copies were altered.
+        self._altered: dict[int, list[AlteredValues]] = {}  # For units whose copies were altered.
         self._parked: set[int] = set()  # IN_FLIGHT units with altered copies, which only `resume_altered` may bind.
         self._is_generation_paused = False  # The generation is over, and the units it has pinned stay for the next one.
 
@@ -590,8 +590,8 @@ class Coordinator(AlteredCopies):
             return
         self._units.move(entry, UnitState.EVICTED)  # first: if code below raises, the unit must not seem to be present
         self._hot.unpin(entry.index)
-        for undo in self._undo.pop(entry.index, ()):
-            undo()
+        for values in self._altered.pop(entry.index, ()):
+            values.undo()
         entry.is_recomputed = False
         bound = self._bound_units[entry.index]
         refused = bound.recapture()

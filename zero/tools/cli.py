@@ -11,7 +11,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -87,9 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.run is None:
         options.parser.print_help()
         return 0
-    run: Callable[[argparse.Namespace], int] = options.run
     try:
-        status = run(options)
+        status: int = options.run(options)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader has seen enough, as `head` does

@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    action: Callable[[argparse.Namespace], int] = options.action
-    return action(options)
+    status: int = options.action(options)
+    return status
 
 
 def config_with_origins(config: Config) -> dict[str, Any]:
