@@ -6,8 +6,8 @@ elements in its shards of the parameter's units. It may be empty, since units ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -16,18 +16,18 @@ from offload.archives import bytes_of, bytes_tensor
 from offload.errors import StateError
 from offload.kernels import masters
 from zero.exchange.collectives import Collectives
+from zero.optim.gradients import Gradients
+from zero.optim.optimizer import ExternalStateOptimizer
 from zero.optim.small_states import SmallStates, gather_small_states
 from zero.params.gathering import GatheredParameters
 from zero.params.layout import Slot, Unit
 from zero.params.released_parameter import name_of
+from zero.plan.plan import Plan
 from zero.plan.sub_group_state import SubGroupState
+from zero.store.stored_values import ParameterSlots, StoredValues
 from zero.values.gathered_values import join_runs, shard_runs
 from zero.values.gradient_values import GradientValues
-from zero.values.unit_editor import StateWriter
-
-if TYPE_CHECKING:
-    from zero.assembly.engine_parts import EngineParts
-    from zero.optim.optimizer import ExternalStateOptimizer
+from zero.values.unit_editor import StateWriter, UnitEditor
 
 
 class SlotRun(NamedTuple):
@@ -39,6 +39,37 @@ class SlotRun(NamedTuple):
     end: int
 
 
+class StoredParameters(Protocol):
+    """The engine's parameter store."""
+
+    @property
+    def slots(self) -> ParameterSlots: ...
+
+    @property
+    def editor(self) -> UnitEditor: ...
+
+    def master(self, name: str) -> torch.Tensor: ...
+
+    def moments(self, name: str) -> dict[str, torch.Tensor]: ...
+
+
+class ValueParts(Protocol):
+    """The parts of an engine that have values."""
+
+    @property
+    def parameter_store(self) -> StoredParameters: ...
+
+    @property
+    def gradients(self) -> Gradients: ...
+
+    @property
+    def plan(self) -> Plan: ...
+
+    def small_states(self, names: Mapping[int, str]) -> dict[str, dict[str, torch.Tensor]]: ...
+
+    def values_reader(self, *, few: bool = False) -> StoredValues: ...
+
+
 class ParameterValues:
     """Values of one parameter that an engine trains.
 
@@ -48,7 +79,7 @@ class ParameterValues:
 
     def __init__(
         self,
-        parts: EngineParts,
+        parts: ValueParts,
         collectives: Collectives,
         parameter: nn.Parameter,
         optimizer: ExternalStateOptimizer | None,
