@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
-from offload.errors import StateError, StorageError
+from offload.errors import StateError
 from zero.assembly.run import Run
 
 
@@ -79,24 +79,6 @@ class Accumulation:
                 "with forward and backward; run the rest of them in the same way, or call zero_grad() to discard them"
             )
         self.begin_step()
-
-    @contextmanager
-    def atomic_batch(self, discard_gradients: Callable[[], None] | None) -> Iterator[None]:
-        """Context around all forwards and backwards of a step: if one fails, none of them counts.
-
-        `discard_gradients`: None if other ranks have a part in the gradients; the next step is refused on all ranks.
-        """
-        first_micro_step = self._run.micro_steps
-        try:
-            yield
-        except BaseException:
-            self._run.micro_steps = first_micro_step
-            if discard_gradients is not None:
-                with suppress(StorageError):  # the next call raises it again
-                    discard_gradients()
-            else:
-                self._run.parts.backward_watch.is_torn |= self._run.parts.has_gradients
-            raise
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

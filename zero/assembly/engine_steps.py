@@ -8,7 +8,8 @@ for the updates of the values that the call is going to use.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -175,6 +176,25 @@ class EngineSteps:
     def discard_batch(self) -> None:
         """As `zero_grad`, and the forwards of the batch do not count either: none of them waits for its backward."""
         self._discard_gradients(forwards=True)
+
+    @contextmanager
+    def atomic_batch(self) -> Iterator[None]:
+        """Context around all forwards and backwards of a step: if one fails, none of them counts.
+
+        With several ranks the others have a part in the gradients: then the next step is refused on all ranks.
+        """
+        run = self._run
+        first_micro_step = run.micro_steps
+        try:
+            yield
+        except BaseException:
+            run.micro_steps = first_micro_step
+            if run.collectives.placement.is_single_rank:
+                with suppress(StorageError):  # the next call raises it again
+                    self.discard_batch()
+            else:
+                run.parts.backward_watch.is_torn |= run.parts.has_gradients
+            raise
 
     def _discard_gradients(self, *, forwards: bool) -> None:
         run = self._run

@@ -247,9 +247,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         loss_of = loss_of or partial(loss_by_call, self)
         self.accumulation.begin_batch("train_batch")
         batches = next_batch(data_iter, self.run.config.gradient_accumulation_steps)
-        with self.accumulation.atomic_batch(
-            self.steps.discard_batch if self.run.collectives.placement.is_single_rank else None
-        ):
+        with self.steps.atomic_batch():
             vertical = self.run.config.vertical_accumulation and self.plan.passes < len(batches)
             if vertical and not self.reports.will_profile_forward:
                 losses = self._run_interleaved([partial(loss_of, batch) for batch in batches])
