@@ -9,7 +9,7 @@ import torch
 
 from offload.memory.pool import BlockPool
 from offload.planes.tiered_array import TieredArray, await_all
-from offload.sizes import BLOCK_NUMEL
+from offload.sizes import BLOCK_NUMEL, PAGE_BYTES, align_up
 from offload.streams import MaybeEvent, Streams
 
 CHUNK_BYTES = 2 << 20
@@ -48,14 +48,15 @@ async def fetch_array(
     streams: Streams,
     after: tuple[MaybeEvent, ...],
 ) -> None:
-    """Fill `into` (uint8, on the compute device) with [begin, end) of `array`.
+    """Fill `into` (uint8, on the compute device) with [begin, end) of `array`, any range of its elements.
 
-    On the CPU the disk writes into `into` itself. On a GPU the bytes pass through chunks of the pool, so a unit may
-    be larger than the pool. Returns once the last copy is queued on the device; the event
+    On the CPU the disk writes into `into` itself, if the range is whole blocks. On a GPU the bytes pass through chunks
+    of the pool, so a unit may be larger than the pool. Returns once the last copy is queued on the device; the event
     `streams.record_copy_event()` then covers all of them. `after`: events that cover the last uses of `into`.
     """
     if streams.has_unified_memory:
-        await array.read(begin, end, into)
+        is_direct = (begin, end) == _blocks_around(begin, end) and into.data_ptr() % PAGE_BYTES == 0
+        await (array.read(begin, end, into) if is_direct else read_array(array, begin, end, into, pool))
         return
     chunks: list[tuple[int, int]] = []
     for first, last, memory in array.runs(begin, end):
@@ -73,70 +74,39 @@ async def fetch_array(
             copied: MaybeEvent = None
             try:
                 await array.read(lo, hi, block.data)
-                copied = streams.copy_to_device(
-                    into[array.nbytes(begin, lo) : array.nbytes(begin, hi)], block.data, *after
-                )
+                copied = streams.copy_to_device(*_overlap(array, (begin, end), into, (lo, hi), block.data), *after)
             finally:
                 streams.free_after(block, copied)
 
     await await_all([fetch_chunks() for _ in range(min(CHUNKS_IN_FLIGHT, len(chunks)))])
 
 
-async def fetch_range(
-    array: TieredArray,
-    begin: int,
-    end: int,
-    into: torch.Tensor,
-    pool: BlockPool,
-    streams: Streams,
-    after: tuple[MaybeEvent, ...],
-) -> None:
-    """As `fetch_array`, for any range: the disk is read in whole blocks, and the requested part is cut out of them."""
-    for first, last, memory in array.runs(begin, end):
-        target = into[array.nbytes(begin, first) : array.nbytes(begin, last)]
-        if memory is not None:
-            _copy_to_compute(target, memory, streams, (*after, streams.record_event()))
-            continue
-        for lo, hi in _chunks(array, first // BLOCK_NUMEL * BLOCK_NUMEL, -(-last // BLOCK_NUMEL) * BLOCK_NUMEL):
-            block = await pool.allocate_async(array.nbytes(lo, hi), f"chunk of {array.name}")
-            copied: MaybeEvent = None
-            try:
-                await array.read(lo, hi, block.data)
-                inside, past = max(lo, first), min(hi, last)
-                part = block.data[array.nbytes(lo, inside) : array.nbytes(lo, past)]
-                copied = _copy_to_compute(target[array.nbytes(first, inside) :][: part.numel()], part, streams, after)
-            finally:
-                streams.free_after(block, copied)
-
-
-def _copy_to_compute(
-    target: torch.Tensor, source: torch.Tensor, streams: Streams, after: tuple[MaybeEvent, ...]
-) -> MaybeEvent:
-    """Copy to the compute device; returns an event after the copy."""
-    if streams.has_unified_memory:
-        target.copy_(source)
-        return None
-    return streams.copy_to_device(target, source, *after)
-
-
 async def read_array(array: TieredArray, begin: int, end: int, into: torch.Tensor, pool: BlockPool) -> None:
-    """Fill `into` (uint8, any memory, aligned or not) with [begin, end) of `array`, through the pool."""
+    """Fill `into` (uint8, any memory, aligned or not) with [begin, end) of `array`, any range, through the pool."""
     if array.swap_bytes(begin, end) == 0:
         await array.read(begin, end, into)
         return
     for lo, hi in _chunks(array, begin, end):
-        nbytes = array.nbytes(lo, hi)
-        block = await pool.allocate_async(nbytes, f"chunk of {array.name}")
+        block = await pool.allocate_async(array.nbytes(lo, hi), f"chunk of {array.name}")
         try:
             await array.read(lo, hi, block.data)
-            target = into[array.nbytes(begin, lo) :][:nbytes]
-            target.copy_(block.data)
+            target, source = _overlap(array, (begin, end), into, (lo, hi), block.data)
+            target.copy_(source)
         finally:
             block.free()
 
 
+async def load_array(array: TieredArray, begin: int, end: int, pool: BlockPool) -> torch.Tensor:
+    """[begin, end) of `array`, any range, uint8: its own memory if one home there holds it all, else a host copy."""
+    memory = array.memory(begin, end)
+    if memory is None:
+        memory = torch.empty(array.nbytes(begin, end), dtype=torch.uint8, device="cpu")
+        await read_array(array, begin, end, memory, pool)
+    return memory
+
+
 async def write_array(array: TieredArray, begin: int, end: int, source: torch.Tensor, pool: BlockPool) -> None:
-    """Store `source` (uint8, any memory) as [begin, end) of `array`; the mirror of `read_array`."""
+    """Store `source` (uint8, any memory) as [begin, end) of `array`, whole blocks; the mirror of `read_array`."""
     if array.swap_bytes(begin, end) == 0:
         await array.write(begin, end, source)
         return
@@ -156,6 +126,24 @@ def device_chunk_bytes(pool_bytes: int) -> int:
 
 
 def _chunks(array: TieredArray, begin: int, end: int, chunk_bytes: int | None = None) -> Iterator[tuple[int, int]]:
+    """Ranges of whole blocks that cover [begin, end)."""
+    begin, end = _blocks_around(begin, end)
     block_bytes = array.nbytes(begin, begin + BLOCK_NUMEL)
     step = max((chunk_bytes or CHUNK_BYTES) // block_bytes, 1) * BLOCK_NUMEL
     return ((lo, min(lo + step, end)) for lo in range(begin, end, step))
+
+
+def _blocks_around(begin: int, end: int) -> tuple[int, int]:
+    """The disk is read in whole blocks, and every home consists of whole blocks."""
+    return begin // BLOCK_NUMEL * BLOCK_NUMEL, align_up(end, BLOCK_NUMEL)
+
+
+def _overlap(
+    array: TieredArray, wanted: tuple[int, int], into: torch.Tensor, chunk: tuple[int, int], data: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(part of `into`, part of `data`) that hold the elements in both ranges."""
+    first, last = max(wanted[0], chunk[0]), min(wanted[1], chunk[1])
+    return (
+        into[array.nbytes(wanted[0], first) : array.nbytes(wanted[0], last)],
+        data[array.nbytes(chunk[0], first) : array.nbytes(chunk[0], last)],
+    )

@@ -120,9 +120,9 @@ REMOVALS = (
     Removal(
         "a fetch from NVMe does not wait for the last use of where it goes",
         "offload/planes/copies.py",
-        "block.data, *after\n                )\n            finally:\n"
+        "block.data), *after)\n            finally:\n"
         "                streams.free_after(block, copied)\n\n    await await_all([fetch_chunks()",
-        "block.data\n                )\n            finally:\n"
+        "block.data))\n            finally:\n"
         "                streams.free_after(block, copied)\n\n    await await_all([fetch_chunks()",
         (*D, "plain:nvme-nvme"),
     ),

@@ -20,7 +20,14 @@ from offload.errors import BudgetError, StorageError
 from offload.memory.host_memory import map_host, tensor_over
 from offload.memory.pool import BlockPool
 from offload.planes import copies
-from offload.planes.copies import copy_single_threaded, fetch_array, read_array, write_array, zero_single_threaded
+from offload.planes.copies import (
+    copy_single_threaded,
+    fetch_array,
+    load_array,
+    read_array,
+    write_array,
+    zero_single_threaded,
+)
 from offload.planes.tiered_array import Disk, Home, TieredArray
 from offload.streams import Streams
 
@@ -84,6 +91,12 @@ def test_any_range_goes_out_and_comes_back_through_one_chunk_of_arena(
     into = odd_buffer(model.size)
     run(read_array(plane, 0, plane.numel, into, arena))
     assert np.array_equal(into.numpy(), model)
+    element = st.integers(0, plane.numel)
+    begin, end = sorted((data.draw(element, label="begin"), data.draw(element, label="end")))
+    odd = odd_buffer((end - begin) * width)
+    run(fetch_array(plane, begin, end, odd, arena, Streams(), ()))
+    assert np.array_equal(odd.numpy(), model[begin * width : end * width])
+    assert np.array_equal(run(load_array(plane, begin, end, arena)).numpy(), odd.numpy())
     assert arena.used_bytes == 0 and arena.peak_bytes <= 4 * BLOCK
 
 

@@ -26,9 +26,8 @@ from offload.files.durable import DurableFile, Files
 from offload.io_loop import IoFuture
 from offload.kernels import kernels, masters
 from offload.memory.pool import Block, BlockPool
-from offload.planes.copies import copy_single_threaded, read_array
+from offload.planes.copies import copy_single_threaded, load_array
 from offload.planes.tiered_array import TieredArray, await_all
-from offload.sizes import BLOCK_NUMEL, align_up
 from offload.system.worker import Worker
 from zero.assembly.engine_parts import EngineParts
 from zero.checkpoint.dcp_format import (
@@ -296,22 +295,13 @@ class ExtentWriter:
             raise StateError(f"{part.name}: it is not known where its values are")
         if staged is None:
             array = part.values or self._storage.weights[self._layout.space_of(part.unit)]
-            return partial(copy_single_threaded, target, await self._read_array(array, part.unit, lo, hi))
+            return partial(copy_single_threaded, target, await load_array(array, lo, hi, self._storage.host_pool))
         begin, values = staged.group.begin, target.view(part.dtype)
         if part.state is not None:
             return partial(_fill_state, staged.state_view(), part.state, lo - begin, hi - begin, values)
         weight = staged.weights[part.unit.index]
         elements = weight.bytes.view(part.unit.dtype)[lo - weight.begin : hi - weight.begin]
         return partial(_fill_master, elements, staged.state_view().remainder, lo - begin, values)
-
-    async def _read_array(self, array: TieredArray, unit: Unit, lo: int, hi: int) -> torch.Tensor:
-        memory = array.memory(lo, hi)
-        if memory is not None:
-            return memory
-        begin, end = lo // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(hi, BLOCK_NUMEL), unit.end)
-        aligned = torch.empty(array.nbytes(begin, end), dtype=torch.uint8, device="cpu")
-        await read_array(array, begin, end, aligned, self._storage.host_pool)
-        return aligned[array.nbytes(begin, lo) : array.nbytes(begin, hi)]
 
 
 def _fill_master(weight: torch.Tensor, remainder: torch.Tensor | None, first: int, target: torch.Tensor) -> None:

@@ -21,9 +21,8 @@ from offload.io_loop import IoFuture
 from offload.kernels import kernels
 from offload.kernels.square_sums import SquareSum, rows_in, rows_of
 from offload.memory.pool import Block
-from offload.planes.copies import read_array, write_array
+from offload.planes.copies import load_array, write_array
 from offload.planes.tiered_array import TieredArray
-from offload.sizes import BLOCK_NUMEL, align_up
 from offload.streams import MaybeEvent
 from zero.optim.contributions import CHUNK_NUMEL, Contribution, ContributionStore, add_up
 from zero.params.layout import Layout, Slot, Unit
@@ -344,13 +343,9 @@ class Gradients:
 
     def read_stored(self, state: UnitGradient, begin: int, end: int) -> torch.Tensor:
         """Copy to the host the stored gradient at coordinates [begin, end) of a unit. Raises StorageError."""
-        lo, hi = begin // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(end, BLOCK_NUMEL), state.unit.end)
-        memory = state.array.memory(lo, hi)
-        if memory is None:
-            memory = torch.empty(state.array.nbytes(lo, hi), dtype=torch.uint8, device="cpu")
-            job = read_array(state.array, lo, hi, memory, self._storage.host_pool)
-            self._storage.io_loop.run(f"reading the gradient of {state.unit.name}", job)
-        return memory.view(state.dtype)[begin - lo : end - lo].to("cpu", copy=True)
+        job = load_array(state.array, begin, end, self._storage.host_pool)
+        stored = self._storage.io_loop.run(f"reading the gradient of {state.unit.name}", job)
+        return stored.view(state.dtype).to("cpu", copy=True)
 
     def write_stored(self, state: UnitGradient, begin: int, values: torch.Tensor) -> None:
         """Store `values` (in the array's dtype, whole blocks) from coordinate `begin` on. Raises StorageError."""

@@ -27,7 +27,7 @@ from functools import partial
 import torch
 
 from offload.errors import StateError, StorageError
-from offload.planes.copies import fetch_array, fetch_range
+from offload.planes.copies import fetch_array
 from offload.planes.tiered_array import await_all
 from offload.streams import MaybeEvent
 from zero.exchange.collectives import Collectives
@@ -148,7 +148,7 @@ class PendingUpdates:
         await self._wait_for_groups(groups)  # until then the disk holds the old weights
         array = storage.weights[self._layout.space_of(unit)]
         parts = [(begin, end, into[at * width : (at + end - begin) * width]) for begin, end, at in rows]
-        read = partial(fetch_range, array)
+        read = partial(fetch_array, array)
         await self.run_with_retry(
             lambda: await_all([read(*p, storage.host_pool, storage.streams, events) for p in parts])
         )

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from offload.planes.copies import read_array
-from offload.sizes import BLOCK_NUMEL, align_up
+from offload.planes.copies import load_array
 from offload.streams import MaybeEvent, Streams
 from zero.params.layout import Layout, Slot, SubGroup, Unit
 from zero.store.adoption import Piece
@@ -83,11 +82,8 @@ class StoredValues:
         if memory is not None:
             return memory.view(unit.dtype)
         self.close()  # free the block of the host pool first: nothing may wait for a block while it has one
-        begin, end = lo // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(hi, BLOCK_NUMEL), unit.end)
-        out = torch.empty(array.nbytes(begin, end), dtype=torch.uint8, device="cpu")
-        job = read_array(array, begin, end, out, self._storage.host_pool)
-        self._storage.io_loop.run(f"reading {unit.name}", job)
-        return out.view(unit.dtype)[lo - begin : hi - begin]
+        job = load_array(array, lo, hi, self._storage.host_pool)
+        return self._storage.io_loop.run(f"reading {unit.name}", job).view(unit.dtype)
 
     def _piece(self, unit: Unit, group: SubGroup, lo: int, hi: int, first: int) -> Piece:
         is_staged = self._staged is not None and self._staged.group == group
