@@ -55,7 +55,7 @@ async def fetch_array(
     `streams.record_copy_event()` then covers all of them. `after`: events that cover the last uses of `into`.
     """
     if streams.has_unified_memory:
-        is_direct = (begin, end) == _blocks_around(begin, end) and into.data_ptr() % PAGE_BYTES == 0
+        is_direct = (begin, end) == blocks_around(begin, end) and into.data_ptr() % PAGE_BYTES == 0
         await (array.read(begin, end, into) if is_direct else read_array(array, begin, end, into, pool))
         return
     chunks: list[tuple[int, int]] = []
@@ -120,6 +120,11 @@ async def write_array(array: TieredArray, begin: int, end: int, source: torch.Te
             block.free()
 
 
+def blocks_around(begin: int, end: int) -> tuple[int, int]:
+    """[begin, end) of whole blocks: so the disk is read, and every home begins and ends with a block."""
+    return begin // BLOCK_NUMEL * BLOCK_NUMEL, align_up(end, BLOCK_NUMEL)
+
+
 def device_chunk_bytes(pool_bytes: int) -> int:
     """Bytes of the pool that one copy to or from a device uses; the pool has room for two such chunks at once."""
     return min(DEVICE_CHUNK_BYTES, pool_bytes // 2)
@@ -127,15 +132,10 @@ def device_chunk_bytes(pool_bytes: int) -> int:
 
 def _chunks(array: TieredArray, begin: int, end: int, chunk_bytes: int | None = None) -> Iterator[tuple[int, int]]:
     """Ranges of whole blocks that cover [begin, end)."""
-    begin, end = _blocks_around(begin, end)
+    begin, end = blocks_around(begin, end)
     block_bytes = array.nbytes(begin, begin + BLOCK_NUMEL)
     step = max((chunk_bytes or CHUNK_BYTES) // block_bytes, 1) * BLOCK_NUMEL
     return ((lo, min(lo + step, end)) for lo in range(begin, end, step))
-
-
-def _blocks_around(begin: int, end: int) -> tuple[int, int]:
-    """The disk is read in whole blocks, and every home consists of whole blocks."""
-    return begin // BLOCK_NUMEL * BLOCK_NUMEL, align_up(end, BLOCK_NUMEL)
 
 
 def _overlap(

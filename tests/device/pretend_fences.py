@@ -473,8 +473,8 @@ REMOVALS = (
     ),
     Removal(
         "a record is looked at before it has been copied",
-        "zero/store/stored_values.py",
-        "        await streams.synchronize(streams.record_event())\n",
+        "zero/store/staging.py",
+        "            await streams.synchronize(streams.record_event())\n",
         "",
         ("resized:cpu-none:late", "resized:nvme-none:late"),
     ),

@@ -159,7 +159,9 @@ def test_a_record_is_whole_pages_of_what_it_holds() -> None:
             least = numel * (exact[name] + (remainder.itemsize if remainder else 0))
             assert nbytes % 4096 == 0 and least <= nbytes < least + 4096
             data = torch.zeros(nbytes, dtype=torch.uint8)
-            record = StateFormat(remainder, dtype).view(data, 8192, 8192 + numel, step=3)
+            runs = StateFormat(remainder, dtype).byte_ranges(numel, 0, numel)
+            parts = [data[first : first + length] for first, length in runs]
+            record = StateFormat(remainder, dtype).from_parts(parts, 8192, step=3)
             moments = record.states.moments
             assert (record.remainder is None) == (remainder is None)
             assert moments is not None and moments.origin == 8192

@@ -48,7 +48,6 @@ from zero.params.buffers import persistent_buffers
 from zero.params.layout import Slot, SubGroup, Unit
 from zero.plan.sub_group_state import SubGroupState
 from zero.store.staging import StagedSubGroup
-from zero.store.stored_values import stage_group
 
 POOL_BLOCKS = 8  # Runs in memory at once.
 EXTENTS_IN_FLIGHT = 4  # While some are written the next are read and encoded: with fewer the disk is sometimes idle.
@@ -225,7 +224,8 @@ class ExtentWriter:
         """
         if extent.group is None:
             return await self._encode_runs(extent, None)
-        staged = await stage_group(self._storage, self._layout, extent.group)
+        staged = StagedSubGroup(self._storage, self._layout, extent.group)
+        await staged.load("optimizer state")
         try:
             return await self._encode_runs(extent, staged)
         finally:

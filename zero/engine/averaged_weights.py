@@ -197,9 +197,7 @@ class AveragedWeights:
         storage, done = parts.storage, self._guard.averaged_groups
         is_ema = self._average_state_of(units[0]) == EMA
         staged = StagedSubGroup(storage, parts.layout, group, units)
-        await staged.lease("averaged weights")
-        try:
-            await staged.read()
+        async with staged.open("averaged weights"):
             # Padding and parameters without an average stay unchanged; their elements of `kept` are not used.
             masters = torch.zeros(group.end - group.begin, device=staged.state.bytes.device, dtype=torch.float32)
             if not averaged and not is_ema:
@@ -215,8 +213,6 @@ class AveragedWeights:
             await await_all([part.write_or_strand() for part in staged.parts])
             if not averaged:
                 saved_masters.drop_copy(group)
-        finally:
-            staged.free()
 
     def _runs(self, parts: EngineParts, staged: StagedSubGroup, master_values: torch.Tensor) -> Iterator[_AveragedRun]:
         """The averaged runs of the sub-group, one per parameter."""

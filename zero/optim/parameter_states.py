@@ -248,14 +248,10 @@ class ParameterStates:
             if not units:
                 continue
             staged = StagedSubGroup(self.storage, self.layout, group, units=())
-            await staged.lease("optimizer state")
-            try:
-                await staged.read()
+            async with staged.open("optimizer state"):
                 for unit in units:
                     self._put_states(staged, unit, flat_states[unit.index])
                 await staged.state.write()
-            finally:
-                staged.free()
 
     def _put_states(self, staged: StagedSubGroup, unit: Unit, flat_states: Mapping[str, Callable[[], Tensor]]) -> None:
         """Put the states of a part of a unit into the sub-group's optimizer state."""

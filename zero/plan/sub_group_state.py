@@ -100,13 +100,6 @@ class StateFormat:
         states = Moments.nbytes(self.state_dtype, numel) if self._is_adam else 4 * numel * len(self.state_names)
         return align_up(self._remainder_bytes(numel) + states, PAGE_BYTES)
 
-    def view(self, data: Tensor, begin: int, end: int, step: int = 0) -> SubGroupState:
-        """The state of coordinates [begin, end) in `data` (uint8); only updates need `step`."""
-        numel = end - begin
-        return self.from_parts(
-            [data[first : first + nbytes] for first, nbytes in self.byte_ranges(numel, 0, numel)], begin, step
-        )
-
     def byte_ranges(self, numel: int, begin: int, end: int) -> list[tuple[int, int]]:
         """(first byte, bytes) in the state of `numel` elements of each part's elements [begin, end), whole blocks."""
         ranges, first = [], 0
@@ -116,7 +109,7 @@ class StateFormat:
         return ranges
 
     def from_parts(self, parts: Sequence[Tensor], begin: int, step: int = 0) -> SubGroupState:
-        """The state of coordinates from `begin` on whose parts are these (uint8), in order; see `view`."""
+        """The state of coordinates from `begin` on that has these parts (uint8), in order; only updates need `step`."""
         remainder = None if self.remainder is None else parts[0].view(self.remainder)
         tensors = parts[0 if remainder is None else 1 :]
         if not self._is_adam:

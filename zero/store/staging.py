@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 import torch
 
 from offload.errors import StateError
 from offload.memory.host_memory import aligned_copy
 from offload.memory.pool import Block
+from offload.planes.copies import blocks_around
 from offload.planes.tiered_array import TieredArray, await_all
 from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Streams
 from zero.params.layout import Layout, SubGroup, Unit
-from zero.plan.sub_group_state import SubGroupState
+from zero.plan.sub_group_state import StateFormat, SubGroupState
 from zero.store.storage import Storage
 
 
@@ -24,6 +26,8 @@ class StagedRange:
     memory, and if the computation runs on a GPU, through leased device memory too.
 
     Args:
+        pages: the bytes of the range that are staged, as runs of whole pages; None: all. Only of an optimizer state in
+            the swap space, for `read`, `part` and `write`.
         caller_memory: the caller's memory that the range may pass through instead, uint8; used if the computation can
             address it and the range is not in place.
     """
@@ -36,13 +40,15 @@ class StagedRange:
         compute: torch.device,
         streams: Streams,
         caller_memory: torch.Tensor | None = None,
+        pages: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.array = array
         self.begin = begin
         self.end = end
         self._streams = streams
         self._memory = array.memory(begin, end)
-        nbytes = array.nbytes(begin, end)
+        self._pages = pages
+        nbytes = array.nbytes(begin, end) if pages is None else sum(hi - lo for lo, hi in pages)
         if not nbytes:  # an optimizer without states: nothing has to move, on any tier
             self._memory = torch.empty(0, dtype=torch.uint8, device=compute)
         self.in_place = self._memory is not None and self._memory.device == compute
@@ -75,11 +81,27 @@ class StagedRange:
             raise StateError(f"{self.array.name}: range [{self.begin}, {self.end}) is not staged")
         return self._data
 
+    def part(self, first: int, nbytes: int) -> torch.Tensor:
+        """uint8 on the compute device: `nbytes` of the range from byte `first` on, which are staged."""
+        if self._pages is None:
+            return self.bytes[first : first + nbytes]
+        at, data = next((at, data) for at, data in self._page_runs() if at <= first < at + data.numel())
+        return data[first - at : first - at + nbytes]
+
+    def _page_runs(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first byte in the range, memory) of each run of pages."""
+        position = 0
+        for lo, hi in self._pages or ():
+            yield lo, self.bytes[position : position + hi - lo]
+            position += hi - lo
+
     async def read(self) -> None:
         """Read the range, unless it is in place. On a GPU it is there for work that the I/O loop queues from now on."""
         if self.in_place:
             return
-        if self._host is not None:
+        if self._pages is not None:
+            await await_all([self.array.read_part(self.begin, self.end, at, data) for at, data in self._page_runs()])
+        elif self._host is not None:
             await self.array.read(self.begin, self.end, self._host)
         source = self._host if self._host is not None else self._memory
         if source is not None and source is not self._data:
@@ -87,7 +109,9 @@ class StagedRange:
 
     async def write(self) -> None:
         """Write the range back, unless it is in place."""
-        if not self.in_place:
+        if self._pages is not None:
+            await await_all([self.array.write_part(self.begin, self.end, at, data) for at, data in self._page_runs()])
+        elif not self.in_place:
             await self.array.write(self.begin, self.end, await self._copy_to_host())
 
     async def write_or_strand(self) -> None:
@@ -179,9 +203,12 @@ class StagedSubGroup:
         units: units whose weights are staged; None: all that have weights in the sub-group.
         caller_memory: unit index -> the caller's memory that its weights may pass through; see `StagedRange`.
         gradients: unit -> the array of its gradient; None: stage no gradients.
+        part: coordinates of the sub-group: only the blocks of the state that have them are staged, in host memory, and
+            no weights; None: the whole state.
 
     Attributes:
         space: of the sub-group.
+        begin, end: coordinates of the staged state.
         state: the staged optimizer state.
         weights, gradients: by the index of the unit.
     """
@@ -194,26 +221,46 @@ class StagedSubGroup:
         units: Iterable[Unit] | None = None,
         caller_memory: Mapping[int, torch.Tensor] | None = None,
         gradients: Callable[[Unit], TieredArray] | None = None,
+        part: tuple[int, int] | None = None,
     ) -> None:
         self._storage, self.group, self.space = storage, group, layout.spaces[group.space]
         states, weights = storage.state_arrays[group.space], storage.weights[group.space]
         if states is None:
             raise StateError(f"{group.name}: its parameters are not trained, so it has no optimizer state")
-        self.units = list(layout.units_in(group) if units is None else units)
+        self.units = [] if part else list(layout.units_in(group) if units is None else units)
         compute, streams, caller_memory = storage.update_device(group), storage.streams, caller_memory or {}
 
         def range_of(unit: Unit, array: TieredArray, memory: torch.Tensor | None = None) -> StagedRange:
             return StagedRange(array, *group.range_in(unit), compute, streams, memory)
 
-        self.state = StagedRange(states, group.begin, group.end, compute, streams)
+        self.begin, self.end = group.begin, group.end
+        if part is None:
+            self.state = StagedRange(states, group.begin, group.end, compute, streams)
+        else:
+            self.begin, self.end = blocks_around(*part)
+            pages = _pages_of(self._byte_ranges())
+            self.state = StagedRange(states, group.begin, group.end, torch.device("cpu"), streams, pages=pages)
         self.weights = {unit.index: range_of(unit, weights, caller_memory.get(unit.index)) for unit in self.units}
         self.gradients = {unit.index: range_of(unit, gradients(unit)) for unit in self.units} if gradients else {}
         self._staging: StagingBlocks | None = None
 
+    @staticmethod
+    def part_of_state(
+        storage: Storage, layout: Layout, group: SubGroup, begin: int, end: int, *, to_write: bool
+    ) -> StagedSubGroup | None:
+        """Stages coordinates [begin, end) of the optimizer state; None if that cannot be, or does not save half."""
+        array = storage.state_arrays[group.space]
+        if array is None or not array.swap_bytes(group.begin, group.end):
+            return None
+        if to_write and not array.can_write_part(group.begin, group.end):
+            return None
+        staged = StagedSubGroup(storage, layout, group, part=(begin, end))
+        return staged if 2 * staged.host_nbytes <= array.nbytes(group.begin, group.end) else None
+
     @property
-    def begin(self) -> int:
-        """The first coordinate of the state."""
-        return self.group.begin
+    def is_part(self) -> bool:
+        """True if only a part of the state is staged, and no weights."""
+        return (self.begin, self.end) != (self.group.begin, self.group.end)
 
     @property
     def parts(self) -> list[StagedRange]:
@@ -239,14 +286,40 @@ class StagedSubGroup:
         """Read the stored values. Raises StorageError."""
         await await_all([part.read() for part in self.parts if not part.in_place])
 
-    async def write_state(self) -> None:
-        """Write the optimizer state back. Raises StorageError."""
-        await self.state.write()
+    async def load(self, what: str) -> None:
+        """`lease` memory and `read`; then the values can be used on all streams. Raises StorageError: it is freed."""
+        streams = self._storage.streams
+        await self.lease(what)
+        try:
+            await self.read()
+            await streams.synchronize(streams.record_event())
+        except BaseException:
+            self.free()
+            raise
+
+    @asynccontextmanager
+    async def open(self, what: str) -> AsyncIterator[None]:
+        """Inside, the values are here for work of the I/O loop. Raises StorageError."""
+        await self.lease(what)
+        try:
+            await self.read()
+            yield
+        finally:
+            self.free()
 
     def state_view(self, step: int = 0) -> SubGroupState:
-        """The optimizer state; `step` matters only if the caller updates it."""
-        state_format = self._storage.plan.state_format(self.space)
-        return state_format.view(self.state.bytes, self.group.begin, self.group.end, step)
+        """The optimizer state from `begin` to `end`; `step` matters only if the caller updates it."""
+        parts = [self.state.part(first, nbytes) for first, nbytes in self._byte_ranges()]
+        return self._format.from_parts(parts, self.begin, step)
+
+    @property
+    def _format(self) -> StateFormat:
+        return self._storage.plan.state_format(self.space)
+
+    def _byte_ranges(self) -> list[tuple[int, int]]:
+        """(first byte, bytes) of each part of the state."""
+        first, last = self.begin - self.group.begin, self.end - self.group.begin
+        return self._format.byte_ranges(self.group.end - self.group.begin, first, last)
 
     async def compute(self, work: Callable[[], None]) -> None:
         """Run `work` where the sub-group is addressable; on a device this only queues it."""
@@ -259,3 +332,15 @@ class StagedSubGroup:
         """Free the memory. Idempotent."""
         if self._staging is not None:
             self._staging.free()
+
+
+def _pages_of(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """[begin, end) of whole pages around runs of bytes in order; each page once, because both would write it."""
+    pages: list[tuple[int, int]] = []
+    for first, nbytes in runs:
+        lo, hi = first // PAGE_BYTES * PAGE_BYTES, align_up(first + nbytes, PAGE_BYTES)
+        if pages and lo <= pages[-1][1]:
+            pages[-1] = pages[-1][0], max(hi, pages[-1][1])
+        else:
+            pages.append((lo, hi))
+    return pages

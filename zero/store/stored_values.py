@@ -12,7 +12,6 @@ from offload.streams import MaybeEvent, Streams
 from zero.params.layout import Layout, Slot, SubGroup, Unit
 from zero.store.adoption import Piece
 from zero.store.staging import StagedSubGroup
-from zero.store.state_range import StateRange, state_range_of
 from zero.store.storage import Storage
 
 ParameterSlots = dict[int, list[tuple[Unit, Slot]]]
@@ -86,51 +85,23 @@ class StoredValues:
         return self._storage.io_loop.run(f"reading {unit.name}", job).view(unit.dtype)
 
     def _piece(self, unit: Unit, group: SubGroup, lo: int, hi: int, first: int) -> Piece:
-        is_staged = self._staged is not None and self._staged.group == group
-        state_range = None
-        if self._reads_few and not is_staged:
-            state_range = state_range_of(self._storage, self._layout, group, lo, hi)
-        if state_range is not None:
+        staged, weights = self._staged, None
+        if staged is None or staged.group != group or staged.is_part:
             self.close()  # as in `_weights`: nothing may wait for a block while it has one
-            weights = self._weights(unit, lo, hi)
-            remainder, states = self._storage.io_loop.run(f"reading {group.name}", _read_part(state_range, lo, hi))
-            return Piece(first, weights, remainder, states)
-        if self._staged is None or self._staged.group != group:
-            self.close()
-            job = stage_group(self._storage, self._layout, group)
-            self._staged = self._storage.io_loop.run(f"reading {group.name}", job)
-        state, weight = self._staged.state_view(), self._staged.weights[unit.index]
-        first_in_group, end_in_group = lo - group.begin, hi - group.begin
-        return Piece(
-            first,
-            weight.bytes.view(unit.dtype)[lo - weight.begin : hi - weight.begin],
-            None if state.remainder is None else state.remainder[first_in_group:end_in_group],
-            state.states.load(first_in_group, end_in_group),
-        )
-
-
-async def stage_group(storage: Storage, layout: Layout, group: SubGroup) -> StagedSubGroup:
-    """Read a sub-group's optimizer state and weights, on the I/O loop. Raises StorageError: a read failed."""
-    staged, streams = StagedSubGroup(storage, layout, group), storage.streams
-    await staged.lease("optimizer state")
-    try:
-        await staged.read()
-        await streams.synchronize(streams.record_event())  # the caller reads the values on other streams
-    except BaseException:
-        staged.free()
-        raise
-    return staged
-
-
-async def _read_part(state_range: StateRange, lo: int, hi: int) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
-    """Copies of the remainders and states at coordinates [lo, hi). Raises StorageError: a read failed."""
-    await state_range.lease("optimizer state")
-    try:
-        await state_range.read()
-        state, begin, end = state_range.state_view(), lo - state_range.begin, hi - state_range.begin
-        return None if state.remainder is None else state.remainder[begin:end].clone(), state.states.load(begin, end)
-    finally:
-        state_range.free()
+            part = None
+            if self._reads_few:
+                part = StagedSubGroup.part_of_state(self._storage, self._layout, group, lo, hi, to_write=False)
+            if part is not None:
+                weights = self._weights(unit, lo, hi)
+            staged = part or StagedSubGroup(self._storage, self._layout, group)
+            self._storage.io_loop.run(f"reading {group.name}", staged.load("optimizer state"))
+            self._staged = staged
+        if weights is None:
+            weight = staged.weights[unit.index]
+            weights = weight.bytes.view(unit.dtype)[lo - weight.begin : hi - weight.begin]
+        state, begin, end = staged.state_view(), lo - staged.begin, hi - staged.begin
+        remainder = None if state.remainder is None else state.remainder[begin:end]
+        return Piece(first, weights, remainder, state.states.load(begin, end))
 
 
 async def _free_staged(staged: StagedSubGroup, streams: Streams, event: MaybeEvent) -> None:

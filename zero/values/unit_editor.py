@@ -22,7 +22,7 @@ from zero.plan.machine import read_machine
 from zero.plan.sub_group_state import SubGroupState
 from zero.schedule.coordinator import Coordinator
 from zero.store.adoption import ReadSource
-from zero.store.state_range import stage_state
+from zero.store.staging import StagedSubGroup
 from zero.store.storage import Storage
 from zero.store.stored_values import ParameterSlots, StoredValues
 from zero.values.gathered_values import GatheredValues
@@ -335,14 +335,11 @@ class UnitEditor:
             return
         for group in self._storage.plan.groups_over(index, begin, end):
             lo, hi = max(begin, group.begin), min(end, group.end)
-            staged = stage_state(self._storage, self._layout, group, lo, hi)
-            await staged.lease("optimizer state")
-            try:
-                await staged.read()
+            part = StagedSubGroup.part_of_state(self._storage, self._layout, group, lo, hi, to_write=True)
+            staged = part or StagedSubGroup(self._storage, self._layout, group, units=())
+            async with staged.open("optimizer state"):
                 if visit(staged.state_view(), lo - staged.begin, slice(lo - begin, hi - begin)):
-                    await staged.write_state()
-            finally:
-                staged.free()
+                    await staged.state.write()
 
 
 def agree_on_edits(collectives: Collectives, edits: list[Edit], modifier_rank: int | None) -> list[Edit]:
