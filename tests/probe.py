@@ -343,7 +343,7 @@ def is_lent(engine: Any, unit: Any) -> bool:
     """True while a result is stored in the memory of this unit's gradient."""
     spare = engine.run.parts.stepper.pipeline.spare_memory
     (pool,) = spare._pools.values()
-    return bool(pool.ranges.is_borrowed(*spare._range(pool, unit, unit.begin, unit.end)))
+    return bool(pool.extents.is_allocated(*spare._range(pool, unit, unit.begin, unit.end)))
 
 
 STEP_STAGES: dict[str, Callable[[Any], tuple[Any, str]]] = {

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from bisect import bisect_left, insort
-from collections.abc import Callable, Collection
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from typing import Protocol, TypeAlias
 
@@ -156,16 +156,58 @@ class LinearPool:
         self._data = None
 
 
-class ExtentAllocator:
-    """Allocates aligned extents of [0, capacity_bytes). Not thread-safe: one owner."""
+class Ranges:
+    """A set of addresses as disjoint ranges, in order; ranges that touch are one.
 
-    def __init__(self, capacity_bytes: int, align_bytes: int = PAGE_BYTES) -> None:
+    A change looks at its surroundings only: a step adds thousands of ranges.
+    """
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self._begins, self._ends, strict=True)
+
+    def add(self, begin: int, end: int) -> None:
+        if begin < end:
+            first, last = bisect_left(self._ends, begin), bisect_right(self._begins, end)  # those that touch it
+            if first < last:
+                begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
+            self._begins[first:last], self._ends[first:last] = [begin], [end]
+
+    def remove(self, begin: int, end: int) -> None:
+        first, last = bisect_right(self._ends, begin), bisect_left(self._begins, end)  # those that it cuts
+        if begin < end and first < last:
+            ranges = [(self._begins[first], begin), (end, self._ends[last - 1])]
+            ranges = [(lo, hi) for lo, hi in ranges if lo < hi]
+            self._begins[first:last], self._ends[first:last] = [lo for lo, _ in ranges], [hi for _, hi in ranges]
+
+    def within(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """The parts of [begin, end) that are in the set."""
+        first, last = bisect_right(self._ends, begin), bisect_left(self._begins, end)
+        return [(max(self._begins[i], begin), min(self._ends[i], end)) for i in range(first, last)]
+
+
+class ExtentAllocator:
+    """Free extents of [0, capacity_bytes), and who waits for one. One owner, on one thread.
+
+    Args:
+        align_bytes: every extent is a multiple of it.
+        is_offered: all may be allocated from the beginning; else only what `offer` adds.
+    """
+
+    def __init__(self, capacity_bytes: int, align_bytes: int = PAGE_BYTES, *, is_offered: bool = True) -> None:
         self._align_bytes = align_bytes
         self.capacity_bytes = capacity_bytes // align_bytes * align_bytes
-        self._free: list[tuple[int, int]] = [(0, self.capacity_bytes)] if self.capacity_bytes else []
-        self._allocated: dict[int, int] = {}
+        self._offered, self._free = Ranges(), Ranges()  # Free: offered and not allocated.
+        self._begins: list[int] = []  # Of the allocated extents, in order.
+        self._end_of: dict[int, int] = {}
+        self._waiters: list[asyncio.Future[None]] = []
         self.used_bytes = 0
         self.peak_bytes = 0
+        if is_offered:
+            self.offer(0, self.capacity_bytes)
 
     @property
     def free_bytes(self) -> int:
@@ -177,43 +219,70 @@ class ExtentAllocator:
         """Length of the longest free run."""
         return max((end - begin for begin, end in self._free), default=0)
 
-    def allocate(self, nbytes: int) -> int | None:
+    def offer(self, begin: int, end: int) -> None:
+        """[begin, end) may be allocated from now on."""
+        self._offered.add(begin, end)
+        self._free.add(begin, end)
+        for first in self._begins_in(begin, end):
+            self._free.remove(first, self._end_of[first])
+
+    def withdraw(self, begin: int, end: int) -> None:
+        """[begin, end) cannot be allocated again; allocated parts of it stay so until they are freed."""
+        self._offered.remove(begin, end)
+        self._free.remove(begin, end)
+
+    def is_allocated(self, begin: int, end: int) -> bool:
+        """True while a part of [begin, end) is allocated."""
+        return bool(self._begins_in(begin, end))
+
+    def allocate(self, nbytes: int, *, lowest: bool = False) -> int | None:
         """Offset of a new extent of `nbytes` (rounded up to the alignment); None if no run fits.
 
-        Best fit keeps holes of one size for blocks of that size. This suits a model of equal layers:
-        the next layer exactly fills the hole of an evicted layer.
+        Best fit keeps holes of one size for blocks of that size. This suits a model of equal layers: the next layer
+        exactly fills the hole of an evicted layer. `lowest`: take the first run that fits instead.
         """
         need = align_up(max(nbytes, 1), self._align_bytes)
-        best = min(
-            (run for run in self._free if run[1] - run[0] >= need), key=lambda run: run[1] - run[0], default=None
-        )
-        if best is None:
+        fits = ((begin, end) for begin, end in self._free if end - begin >= need)
+        run = next(fits, None) if lowest else min(fits, key=lambda run: run[1] - run[0], default=None)
+        if run is None:
             return None
-        begin, end = best
-        self._free.remove(best)
-        if begin + need < end:
-            insort(self._free, (begin + need, end))
-        self._allocated[begin] = need
+        begin = run[0]
+        self._free.remove(begin, begin + need)
+        insort(self._begins, begin)
+        self._end_of[begin] = begin + need
         self.used_bytes += need
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return begin
 
     def free(self, offset: int) -> None:
-        """Free an extent; merges it with free neighbours.
+        """Free an extent, and wake all who wait; what was withdrawn meanwhile cannot be allocated again.
 
         Raises StateError: `offset` is not an allocated extent.
         """
-        nbytes = self._allocated.pop(offset, None)
-        if nbytes is None:
+        end = self._end_of.pop(offset, None)
+        if end is None:
             raise StateError(f"free at offset {offset}: no extent starts there")
-        self.used_bytes -= nbytes
-        begin, end = offset, offset + nbytes
-        index = bisect_left(self._free, (begin, end))
-        if index < len(self._free) and self._free[index][0] == end:
-            end = self._free.pop(index)[1]
-        if index > 0 and self._free[index - 1][1] == begin:
-            begin = self._free.pop(index - 1)[0]
-        insort(self._free, (begin, end))
+        del self._begins[bisect_left(self._begins, offset)]
+        self.used_bytes -= end - offset
+        for begin, stop in self._offered.within(offset, end):
+            self._free.add(begin, stop)
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait_for_free(self) -> None:
+        """Return after the next `free`. All who wait go on, in the order in which they came, and look again."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
+
+    def _begins_in(self, begin: int, end: int) -> list[int]:
+        """Where the allocated extents begin that reach into [begin, end)."""
+        first = last = bisect_left(self._begins, end)
+        while first and self._end_of[self._begins[first - 1]] > begin:
+            first -= 1
+        return self._begins[first:last]
 
 
 class BlockOwner(Protocol):
@@ -285,7 +354,6 @@ class BlockPool:
         _check_room(f"the {name} arena", self._extents.capacity_bytes, shared)
         self._data: torch.Tensor | None = None
         self._closed = False
-        self._waiters: list[asyncio.Future[None]] = []
         # (first byte, end, event): freed, but in use by the device until the event.
         self._freed_in_use: list[tuple[int, int, Event]] = []
 
@@ -341,9 +409,7 @@ class BlockPool:
         while (block := self.try_allocate(nbytes)) is None:
             if self.used_bytes == 0:
                 return self.allocate(nbytes, what)
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
+            await self._extents.wait_for_free()
         return block
 
     @property
@@ -387,10 +453,6 @@ class BlockPool:
     def free_range(self, offset: int, nbytes: int, events: tuple[MaybeEvent, ...]) -> None:
         self._freed_in_use += [(offset, offset + nbytes, event) for event in events if event is not None]
         self._extents.free(offset)
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
 
     def close(self) -> None:
         """Drop the allocation; it is freed with the last tensor over it. Idempotent."""

@@ -19,7 +19,7 @@ from recovery import NVME, Open, once_more
 
 from offload.disk.aio import AioFault
 from offload.errors import StorageError
-from zero.optim.spare_memory import SpareRanges
+from offload.memory.pool import ExtentAllocator
 
 SIZE = 24
 SPANS = st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(lambda pair: (min(pair), max(pair)))
@@ -35,23 +35,23 @@ ACTIONS = st.one_of(
 @settings(deadline=None)
 def test_only_what_is_given_and_not_lent_is_lent_and_it_is_the_first_run_long_enough(actions: list[Any]) -> None:
     """Against one flag per address."""
-    ranges, offered, lent = SpareRanges(), [False] * SIZE, dict[int, int]()
+    ranges, offered, lent = ExtentAllocator(SIZE, 1, is_offered=False), [False] * SIZE, dict[int, int]()
     for action, argument in actions:
         free = [offered[i] and not any(b <= i < b + n for b, n in lent.items()) for i in range(SIZE)]
         if action in ("give", "withdraw"):
             (ranges.offer if action == "give" else ranges.withdraw)(*argument)
             offered[slice(*argument)] = [action == "give"] * (argument[1] - argument[0])
             reaches = any(b < argument[1] and argument[0] < b + n for b, n in lent.items())
-            assert ranges.is_borrowed(*argument) == reaches
+            assert ranges.is_allocated(*argument) == reaches
         elif action == "lend":
             first = next((i for i in range(SIZE - argument + 1) if all(free[i : i + argument])), None)
-            assert ranges.borrow(argument) == first
+            assert ranges.allocate(argument, lowest=True) == first
             if first is not None:
                 lent[first] = argument
         elif lent:
             begin = sorted(lent)[argument % len(lent)]
             del lent[begin]
-            ranges.return_range(begin)
+            ranges.free(begin)
 
 
 class Watch:

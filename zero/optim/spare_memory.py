@@ -11,14 +11,13 @@ So an update that finds no room in the host pool may run in spare memory: `Updat
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 import torch
 
 from offload.memory.flat_storage import exact_alias
-from offload.memory.pool import Block
+from offload.memory.pool import Block, ExtentAllocator
 from offload.streams import MaybeEvent
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.store.storage import Storage
@@ -31,101 +30,17 @@ Range = tuple[int, int]
 WRITES_IN_FLIGHT = 2  # States written at once if others can wait: enough to keep a disk busy, and reads go first.
 
 
-class Ranges:
-    """A set of addresses as disjoint ranges, in order; ranges that touch are one. A change looks at its surroundings
-    only: a step adds thousands of ranges.
-    """
-
-    def __init__(self) -> None:
-        self._begins: list[int] = []
-        self._ends: list[int] = []
-
-    def __iter__(self) -> Iterator[Range]:
-        return zip(self._begins, self._ends, strict=True)
-
-    def add(self, begin: int, end: int) -> None:
-        if begin < end:
-            first, last = bisect_left(self._ends, begin), bisect_right(self._begins, end)  # those that touch it
-            if first < last:
-                begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
-            self._begins[first:last], self._ends[first:last] = [begin], [end]
-
-    def remove(self, begin: int, end: int) -> None:
-        first, last = bisect_right(self._ends, begin), bisect_left(self._begins, end)  # those that it cuts
-        if begin < end and first < last:
-            ranges = [(self._begins[first], begin), (end, self._ends[last - 1])]
-            ranges = [(lo, hi) for lo, hi in ranges if lo < hi]
-            self._begins[first:last], self._ends[first:last] = [lo for lo, _ in ranges], [hi for _, hi in ranges]
-
-    def within(self, begin: int, end: int) -> list[Range]:
-        """The parts of [begin, end) that are in the set."""
-        first, last = bisect_right(self._ends, begin), bisect_left(self._begins, end)
-        return [(max(self._begins[i], begin), min(self._ends[i], end)) for i in range(first, last)]
-
-
-class SpareRanges:
-    """Ranges of addresses: one party offers and withdraws them, others borrow and return them."""
-
-    def __init__(self) -> None:
-        self._offered, self._free = Ranges(), Ranges()  # Free: offered and not borrowed.
-        self._borrowed: list[int] = []  # Where borrowed ranges begin, in order.
-        self._end_of: dict[int, int] = {}
-
-    def offer(self, begin: int, end: int) -> None:
-        """[begin, end) may be borrowed from now on."""
-        self._offered.add(begin, end)
-        self._free.add(begin, end)
-        for first in self._borrowed_in(begin, end):
-            self._free.remove(first, self._end_of[first])
-
-    def withdraw(self, begin: int, end: int) -> None:
-        """[begin, end) cannot be borrowed again; borrowed parts of it stay borrowed until they are returned."""
-        self._offered.remove(begin, end)
-        self._free.remove(begin, end)
-
-    def is_borrowed(self, begin: int, end: int) -> bool:
-        """True while a part of [begin, end) is borrowed."""
-        return bool(self._borrowed_in(begin, end))
-
-    def borrow(self, nbytes: int) -> int | None:
-        """Borrow the first free range of `nbytes`, and return its begin; None if there is none."""
-        begin = next((begin for begin, end in self._free if end - begin >= nbytes), None)
-        if begin is not None:
-            self._free.remove(begin, begin + nbytes)
-            insort(self._borrowed, begin)
-            self._end_of[begin] = begin + nbytes
-        return begin
-
-    def return_range(self, begin: int) -> None:
-        """Return the range that was borrowed at `begin`."""
-        end = self._end_of.pop(begin)
-        del self._borrowed[bisect_left(self._borrowed, begin)]
-        for span in self._offered.within(begin, end):
-            self._free.add(*span)
-
-    def _borrowed_in(self, begin: int, end: int) -> list[int]:
-        """Where the borrowed ranges begin that reach into [begin, end)."""
-        first = last = bisect_left(self._borrowed, end)
-        while first and self._end_of[self._borrowed[first - 1]] > begin:
-            first -= 1
-        return self._borrowed[first:last]
-
-
 class _Pool:
     """The spare memory of the gradients of one address space."""
 
     def __init__(self, memory: torch.Tensor) -> None:
-        self.memory, self.ranges = memory, SpareRanges()
+        self.memory = memory
         self.end = int(memory.numel() * SPARE_SHARE)
-        self.waiters: list[asyncio.Future[None]] = []
+        self.extents = ExtentAllocator(memory.numel(), align_bytes=1, is_offered=False)
 
     def free_range(self, offset: int, nbytes: int, events: tuple[MaybeEvent, ...]) -> None:
         """Called by `Block.free`."""
-        self.ranges.return_range(offset)
-        waiters, self.waiters = self.waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        self.extents.free(offset)
 
 
 class SpareGradientMemory:
@@ -151,12 +66,12 @@ class SpareGradientMemory:
             begin, end = self._range(pool, unit, *group.range_in(unit))
             if begin < end:
                 self._offered_units.add(unit.index)
-                pool.ranges.offer(begin, end)
+                pool.extents.offer(begin, end)
 
     def try_lease(self, nbytes: int) -> Block | None:
         """Memory of used gradients for an update; None if no free range is large enough."""
         for pool in self._pools.values():
-            begin = pool.ranges.borrow(nbytes)
+            begin = pool.extents.allocate(nbytes, lowest=True)
             if begin is not None:
                 return Block(pool, begin, exact_alias(pool.memory[begin : begin + nbytes]))
         return None
@@ -169,11 +84,9 @@ class SpareGradientMemory:
         """Return when no part of the memory of the unit's gradient is borrowed any more."""
         pool = self._pools[self._layout.space_of(unit)]
         begin, end = self._range(pool, unit, unit.begin, unit.end)
-        pool.ranges.withdraw(begin, end)
-        while pool.ranges.is_borrowed(begin, end):
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            pool.waiters.append(waiter)
-            await waiter
+        pool.extents.withdraw(begin, end)
+        while pool.extents.is_allocated(begin, end):
+            await pool.extents.wait_for_free()
         self._offered_units.discard(unit.index)
 
     def _range(self, pool: _Pool, unit: Unit, begin: int, end: int) -> Range:
