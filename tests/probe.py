@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -27,7 +28,7 @@ from zero.optim.stepper import StepState
 from zero.ranks.comm import Comm
 from zero.store.adoption import Adoption, Piece
 from zero.store.stored_values import StoredValues
-from zero.values.gathered_values import GatheredValues
+from zero.values.reader import GatheredValues
 
 if TYPE_CHECKING:
     import pytest
@@ -205,9 +206,9 @@ def units_read_once(trainer: Any) -> Iterator[None]:
         return
     for name, _ in itertools.islice(trainer.module.named_parameters(), 1):
         trainer.full_parameter(name)  # what a failed step has left to the next call happens now, with its own reads
-    editor = keeper_of(trainer).editor
+    reader = keeper_of(trainer).reader
     once = _ReadOnce(trainer)
-    source = (once if editor.placement.shard_size == 1 else GatheredValues(once, editor._collectives)).pieces
+    source = GatheredValues(once, reader._collectives).pieces
     held: dict[tuple[int, bool], list[Piece]] = {}
 
     def read(parameter: Any, begin: int, end: int, state: bool) -> Iterator[Piece]:
@@ -215,18 +216,11 @@ def units_read_once(trainer: Any) -> Iterator[None]:
             held[id(parameter), begin, end, state] = list(source(parameter, begin, end, state))
         return iter(held[id(parameter), begin, end, state])
 
-    @contextmanager
-    def stored(places: Any) -> Iterator[Any]:
-        try:
-            yield read
-        finally:
-            once.close()
-
-    editor.open_reader = stored
+    reader.open_gathered = lambda: SimpleNamespace(pieces=read, close=once.close)
     try:
         yield
     finally:
-        del editor.open_reader
+        del reader.open_gathered
 
 
 def put_exchange(engine: Any, exchange: Any) -> None:

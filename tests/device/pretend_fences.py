@@ -380,7 +380,7 @@ REMOVALS = (
     ),
     Removal(
         "whoever reads all weights does not wait for those that a forward on another stream has had brought",
-        "zero/values/unit_editor.py",
+        "zero/values/reader.py",
         "        self._coordinator.use_on_current_stream(unit.index)\n",
         "",
         ("read_beside_a_forward:cpu-cpu:compute",),

@@ -55,7 +55,7 @@ from zero.store.adoption import Adoption, Piece, read_parameter
 from zero.store.storage import Storage
 from zero.store.stored_values import StoredValues
 from zero.values.engine_store import EngineParameterStore, StoreCalls, unwrap_parameters
-from zero.values.gathered_values import GatheredValues
+from zero.values.reader import GatheredValues, ValueReader
 from zero.values.unit_editor import EditCalls, UnitEditor
 
 logger = logging.getLogger("zero")
@@ -206,11 +206,12 @@ class EngineParts:
             storage.timeline,
             PackedExpertDispatch(self.model),
         )
-        editor = UnitEditor(layout, self.bound, storage, self.coordinator, steps, exchange)
+        reader = ValueReader(layout, self.bound, storage, self.coordinator, exchange, self.parameters())
+        editor = UnitEditor(layout, self.bound, storage, self.coordinator, steps, exchange, reader)
         rows = ExpertRowFetcher(self.bound, storage, self.coordinator, updates, self.backward_watch, self.scheduler)
         sharded = self._config.zero_optimization.stage == 3
         self.parameter_store = EngineParameterStore(
-            steps, self.bound, self.coordinator, self.hooks, editor, rows, self.parameters(), partitions=sharded
+            steps, self.bound, self.coordinator, self.hooks, reader, editor, rows, partitions=sharded
         )
         self._tiled_stores = self._make_tiled_stores()
         self._is_built = True
@@ -298,7 +299,7 @@ class EngineParts:
         exchange = self.collectives
         placement = exchange.placement
         broadcast_initial_values(exchange, [p for p in self.parameters() if not source.has(p)])
-        stored = source if placement.shard_size == 1 else GatheredValues(source, exchange)
+        stored = GatheredValues(source, exchange)
 
         def read(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:
             if source.has(parameter):
@@ -337,10 +338,6 @@ class EngineParts:
         streams = self.storage.streams
         streams.wait_events(streams.record_update_event())  # the updates write the states that are copied here
         return self._run.updater.named_small(names)
-
-    def values_reader(self, *, few: bool = False) -> StoredValues:
-        """A reader of the planes. Call it when no update is due and no transfer is in flight. `few`: as there."""
-        return StoredValues(self.layout, self.storage, self.parameter_store.slots, reads_few=few)
 
     def install(self) -> None:
         """Put hooks on the model; from now on its forward and backward use the parts."""

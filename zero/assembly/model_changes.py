@@ -15,10 +15,12 @@ that is taken out of the param groups loses its states.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -32,6 +34,7 @@ from offload.system.interrupts import atomic
 from zero.assembly.engine_parts import EngineParts
 from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.run import Run
+from zero.exchange.collectives import Collectives
 from zero.optim.gradients import move_gradients
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.small_states import SmallTensors, gather_small_states, local_parameters
@@ -40,7 +43,6 @@ from zero.params.managed_parameter import set_torch_gradient, torch_gradient
 from zero.params.quantized_storage import is_wrapper
 from zero.params.units import Leaf
 from zero.schedule.hooks import in_backward
-from zero.values.gathered_values import agree_on_change
 
 logger = logging.getLogger("zero")
 
@@ -175,7 +177,7 @@ class ModelChanges:
     def _rebuild(self, old: EngineParts, inventory: ParameterInventory) -> None:
         """Build parts for the present model, fill them from the old parts, and continue with them."""
         began, run, before = time.perf_counter(), self._run, old.collectives
-        agree_on_change(before, run.module, inventory.in_groups, accumulating=old.has_gradients)
+        _agree_on_change(before, run.module, inventory.in_groups, accumulating=old.has_gradients)
         _clone_views(old, inventory)
         self._steps.prepare_rewrite()
         present = {id(p) for p in inventory.parameters()}
@@ -223,7 +225,7 @@ def _clone_views(old: EngineParts, inventory: ParameterInventory) -> None:
 
 def _fill(new: EngineParts, old: EngineParts) -> None:
     """Build the new parts and copy the values and the collected gradients of the old ones."""
-    source = old.values_reader()
+    source = old.parameter_store.reader.open_stored()
     try:
         new.build()
         new.fill(source)
@@ -325,3 +327,52 @@ def _change_message(old: EngineParts, new: EngineParts, seconds: float) -> str:
 def _format_names(names: list[str]) -> str:
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return f"{len(names)} parameters" + (f" ({', '.join(names[:NAMES_SHOWN])}{more})" if names else "")
+
+
+def _agree_on_change(
+    collectives: Collectives, model: nn.Module, trained_ids: Collection[int], *, accumulating: bool
+) -> None:
+    """Check that all ranks have changed their model alike, and that none has gradients. All ranks call this together.
+
+    Raises StateError: names the differences, per rank; or the ranks that have gradients.
+
+    Args:
+        model: the changed model.
+        trained_ids: id(parameter) of the parameters in param groups.
+        accumulating: this rank has gradients that no step has used.
+    """
+    if collectives.placement.is_single_rank:
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        lines = [
+            f"{name} {list(p.shape)} {p.dtype}, {'trained' if id(p) in trained_ids else 'not trained'}"
+            for name, p in model.named_parameters()
+        ]
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+    answers = [
+        json.loads(answer)
+        for answer in collectives.all_gather_bytes("a change", json.dumps([digest, accumulating]).encode())
+    ]
+    if len({digest for digest, _ in answers}) > 1:
+        lists = [
+            json.loads(answer) for answer in collectives.all_gather_bytes("what differs", json.dumps(lines).encode())
+        ]
+        raise StateError(
+            f"the ranks have changed the model differently: {_differences(lists)}; make the same changes on each rank"
+        )
+    ranks = [rank for rank, (_, has_gradients) in enumerate(answers) if has_gradients]
+    if ranks:
+        raise StateError(
+            f"the model has changed in the middle of a step: ranks {', '.join(map(str, ranks))} have gradients; with "
+            "several ranks, change the model right after step(), or call zero_grad() first"
+        )
+
+
+def _differences(lists: list[list[str]]) -> str:
+    common = set(lists[0]).intersection(*lists[1:])
+    parts = []
+    for rank, lines in enumerate(lists):
+        extra = [line for line in lines if line not in common]
+        more = f" and {len(extra) - NAMES_SHOWN} more" if len(extra) > NAMES_SHOWN else ""
+        parts.append(f"rank {rank}: {'; '.join(extra[:NAMES_SHOWN]) or 'nothing of its own'}{more}")
+    return ", ".join(parts) if any(len(lines) != len(common) for lines in lists) else "the order of its parameters"

@@ -23,10 +23,8 @@ from zero.params.tiles import engine_store_of
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.expert_rows import ExpertRowFetcher
 from zero.schedule.hooks import ModuleHooks, in_backward
-from zero.store.adoption import Piece
-from zero.store.stored_values import ParameterSlots
-from zero.values.gathered_values import shard_runs
 from zero.values.parameter_values import ParameterValues
+from zero.values.reader import ValueReader, shard_runs
 from zero.values.unit_editor import UnitEditor
 
 logger = logging.getLogger("zero")
@@ -126,28 +124,26 @@ class EngineParameterStore:
         bindings: list[UnitBinding],
         coordinator: Coordinator,
         hooks: ModuleHooks,
+        reader: ValueReader,
         editor: UnitEditor,
         rows: ExpertRowFetcher,
-        parameters: list[nn.Parameter],
         *,
         partitions: bool = True,
     ) -> None:
         self.events, self.rows, self.partitions = events, rows, partitions
-        self.editor = editor
+        self.reader, self.editor = reader, editor
         self._bindings = bindings
         self._coordinator = coordinator
         self._hooks = hooks
         # id(parameter, or weight of a tile) -> where it is bound.
         self._binding_of_id = {id(p): (b, s) for b in bindings for p, s in zip(b.parameters, b.unit.slots, strict=True)}
-        self._parameters = parameters
+        self._parameters = parameters = reader.parameters
         self._dtype_of = {id(p): p.dtype for p in parameters}
-        self.slots: ParameterSlots = {}
+        self.slots = reader.slots
         self._by_name: dict[str, nn.Parameter] = {}
         for binding in bindings:
             for slot in binding.unit.slots:
-                parameter = parameters[slot.index]
-                self.slots.setdefault(id(parameter), []).append((binding.unit, slot))
-                self._by_name.update(dict.fromkeys(slot.names, parameter))
+                self._by_name.update(dict.fromkeys(slot.names, parameters[slot.index]))
 
     @property
     def device(self) -> torch.device:
@@ -290,54 +286,23 @@ class EngineParameterStore:
 
     def weights(self, name: str) -> torch.Tensor:
         """A copy of one parameter's weights, in compute dtype, on the host."""
-        parameter = self.parameter(name)
-        return self._read_copy(parameter, self.slots[id(parameter)][0][0].dtype, exact=False)
+        return self.reader.weights(self.parameter(name))
 
     def master(self, name: str) -> torch.Tensor:
         """A copy of one parameter's fp32 master, on the host."""
-        return self._read_copy(self.parameter(name), torch.float32, exact=True)
+        return self.reader.master(self.parameter(name))
 
-    @torch.inference_mode(False)
-    def _read_copy(self, parameter: nn.Parameter, dtype: torch.dtype, *, exact: bool) -> torch.Tensor:
-        out = torch.empty(parameter.numel(), dtype=dtype, device="cpu")
-        for piece in self._read_pieces(parameter, state=exact):
-            piece.copy_into(out)
-        return out.view(parameter.shape)
-
-    @torch.inference_mode(False)
     def moments(self, name: str) -> dict[str, torch.Tensor]:
-        """Copies of one parameter's states by name (Adam's are `exp_avg` and `exp_avg_sq`), fp32 on the host."""
+        """Copies of one parameter's states by name. Raises StateError: it is not trained."""
         parameter = self.parameter(name)
-        unit, _ = self.slots[id(parameter)][0]
-        if not unit.trainable:
+        if not self.slots[id(parameter)][0][0].trainable:
             raise StateError(f"parameter {name} is not trained by this engine, so it has no optimizer state")
-        names = self.editor.state_names(unit)
-        out = {key: torch.empty(parameter.numel(), dtype=torch.float32, device="cpu") for key in names}
-        for piece in self._read_pieces(parameter, state=True):
-            for number, values in enumerate(out.values()):
-                piece.copy_into(values, state=number)
-        return {key: value.view(parameter.shape) for key, value in out.items()}
-
-    def _read_pieces(self, parameter: nn.Parameter, *, state: bool) -> Iterator[Piece]:
-        """The parameter's pieces, with their remainders and states if `state`; weights as they are used now."""
-        with self.editor.open_reader(self.slots) as read:
-            for unit, slot in self.slots[id(parameter)]:
-                live = self.editor.live_weights(unit)
-                first, last = slot.first_numel, slot.first_numel + slot.numel
-                weights = None if live is None else live[slot.offset_numel : slot.end_numel]
-                if weights is not None and not (state and unit.trainable):
-                    yield Piece(first, weights)
-                    continue
-                for piece in read(parameter, first, last, state):
-                    offset = piece.first - first
-                    if weights is not None:
-                        piece = piece._replace(weight=weights[offset : offset + piece.weight.numel()])
-                    yield piece
+        return self.reader.states(parameter)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, copy of the weights); one unit or tiled parameter in memory at a time; tied ones under each name."""
         for binding in self._bindings:
-            flat = self.editor.read_unit(binding.unit).view(binding.unit.dtype)
+            flat = self.reader.read_unit(binding.unit).view(binding.unit.dtype)
             for slot in binding.unit.slots:
                 tiled = len(self.slots[id(self._parameters[slot.index])]) > 1
                 if tiled and slot.first_numel:

@@ -14,7 +14,7 @@ from offload.sizes import BLOCK_NUMEL, align_up
 from zero.exchange.collectives import Collectives
 from zero.optim.gradients import Gradients, UnitGradient
 from zero.params.layout import Slot, Unit
-from zero.values.gathered_values import CHUNK_NUMEL, join_runs, shard_runs
+from zero.values.reader import CHUNK_NUMEL, join_runs, shard_runs
 
 
 class GradientValues:

@@ -24,9 +24,9 @@ from zero.params.layout import Slot, Unit
 from zero.params.released_parameter import name_of
 from zero.plan.plan import Plan
 from zero.plan.sub_group_state import SubGroupState
-from zero.store.stored_values import ParameterSlots, StoredValues
-from zero.values.gathered_values import join_runs, shard_runs
+from zero.store.stored_values import ParameterSlots
 from zero.values.gradient_values import GradientValues
+from zero.values.reader import ValueReader, join_runs, shard_runs
 from zero.values.unit_editor import StateWriter, UnitEditor
 
 
@@ -44,6 +44,9 @@ class StoredParameters(Protocol):
 
     @property
     def slots(self) -> ParameterSlots: ...
+
+    @property
+    def reader(self) -> ValueReader: ...
 
     @property
     def editor(self) -> UnitEditor: ...
@@ -66,8 +69,6 @@ class ValueParts(Protocol):
     def plan(self) -> Plan: ...
 
     def small_states(self, names: Mapping[int, str]) -> dict[str, dict[str, torch.Tensor]]: ...
-
-    def values_reader(self, *, few: bool = False) -> StoredValues: ...
 
 
 class ParameterValues:
@@ -138,7 +139,7 @@ class ParameterValues:
 
     def _read_shard(self, state: int | None) -> torch.Tensor:
         """This rank's part of a state, by its number, or of the fp32 value (None)."""
-        reader, runs = self._parts.values_reader(few=True), list(self._runs())
+        reader, runs = self._parts.parameter_store.reader.open_stored(reads_few=True), list(self._runs())
         parts = [torch.empty(run.end - run.begin, dtype=torch.float32, device="cpu") for run in runs]
         try:
             for run, part in zip(runs, parts, strict=True):

@@ -1,31 +1,29 @@
-"""Reading and editing whole units outside forward and backward."""
+"""The one editor of an engine's parameters: whole units outside forward and backward, and optimizer states."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import NamedTuple, Protocol
 
 import torch
 
 from offload.errors import BudgetError, StateError
 from offload.kernels import masters
-from offload.planes.copies import read_array, write_array
+from offload.planes.copies import write_array
 from offload.sizes import format_bytes
-from zero.exchange.collectives import Collectives, gather_on_host
+from zero.exchange.collectives import Collectives
 from zero.params.binding import UnitBinding, recapture_all
 from zero.params.layout import Layout, Unit
 from zero.plan.machine import read_machine
 from zero.plan.sub_group_state import SubGroupState
 from zero.schedule.coordinator import Coordinator
-from zero.store.adoption import ReadSource
 from zero.store.staging import StagedSubGroup
 from zero.store.storage import Storage
-from zero.store.stored_values import ParameterSlots, StoredValues
-from zero.values.gathered_values import GatheredValues
+from zero.values.reader import ValueReader, recapture
 
 StateVisitor = Callable[[SubGroupState, int, slice], bool]
 """(state of a sub-group, first of the visited elements in it, which of them these are) -> was the state changed?"""
@@ -60,7 +58,7 @@ class EditCalls(Protocol):
 
 
 class UnitEditor:
-    """Opens units of one engine for reading and editing, in private copies.
+    """Opens units of one engine for editing, in private copies, and rewrites optimizer states.
 
     `collectives`: of the ranks; all of them begin and end edits of the same units.
     """
@@ -73,6 +71,7 @@ class UnitEditor:
         coordinator: Coordinator,
         events: EditCalls,
         collectives: Collectives,
+        reader: ValueReader,
     ) -> None:
         self._layout = layout
         self._bindings = bindings
@@ -80,15 +79,13 @@ class UnitEditor:
         self._coordinator = coordinator
         self._events = events
         self._collectives = collectives
+        self._reader = reader
         self.placement, self.is_stage = collectives.placement, collectives.is_pipeline_stage
         self._edit_counts: Counter[int] = Counter()
         self._before: dict[int, torch.Tensor] = {}
         self._modifier_ranks: dict[int, set[int | None]] = {}
         """Unit -> those of the gathers inside the one that is open."""
         self._pending_edits: list[Edit] = []
-
-    def state_names(self, unit: Unit) -> tuple[str, ...]:
-        return self._storage.plan.states_of(unit)
 
     @property
     def is_editing(self) -> bool:
@@ -136,11 +133,11 @@ class UnitEditor:
             binding.mark_present(for_edit=True)
             self._events.on_edit_begin()
             self._coordinator.use_on_current_stream(index)
-            self._recapture(binding)
+            recapture(binding)
             self._before[index] = binding.flat.detach().clone().view(torch.uint8)
             self._coordinator.begin_edit(index)
             return
-        before = self.read_unit(self._layout.units[index]).to(binding.flat.device)
+        before = self._reader.read_unit(self._layout.units[index]).to(binding.flat.device)
         copy = torch.empty_like(before)
         copy.copy_(before)
         self._before[index] = before
@@ -236,44 +233,6 @@ class UnitEditor:
             error = error or failure
         if error is not None:
             raise error
-
-    @torch.inference_mode(False)
-    def read_unit(self, unit: Unit) -> torch.Tensor:
-        """A copy of the unit's weights as uint8 in host memory."""
-        live = self.live_weights(unit)
-        if live is not None:
-            return live.view(torch.uint8).cpu().clone()
-        out = torch.empty(unit.nbytes, dtype=torch.uint8, device="cpu")
-        array = self._storage.weights[self._layout.space_of(unit)]
-        job = read_array(array, unit.begin, unit.end, unit.shard_of(out), self._storage.host_pool)
-        self._storage.io_loop.run(f"reading {unit.name}", job)
-        return gather_on_host(self._collectives, unit, out)
-
-    def live_weights(self, unit: Unit) -> torch.Tensor | None:
-        """The unit's weights as they are used: stored ones, or newer ones if forward has modified one in place.
-
-        None: they are not bound, or other ranks have bound them at another time.
-        """
-        binding = self._bindings[unit.index]
-        if not (binding.is_bound and (unit.persistent or self._collectives.placement.is_single_rank)):
-            return None
-        self._coordinator.use_on_current_stream(unit.index)
-        self._recapture(binding)
-        return binding.flat.detach()
-
-    def _recapture(self, binding: UnitBinding) -> None:
-        refused = binding.recapture()
-        if refused:
-            raise StateError("; ".join(refused))
-
-    @contextmanager
-    def open_reader(self, slots: ParameterSlots) -> Iterator[ReadSource]:
-        """Inside, a function that reads stored values of all ranks; `slots`: of the parameters that it reads."""
-        stored = StoredValues(self._layout, self._storage, slots, reads_few=True)
-        try:
-            yield (stored if self.placement.shard_size == 1 else GatheredValues(stored, self._collectives)).pieces
-        finally:
-            stored.close()
 
     async def _store_edit(self, unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
         """Write the new weights. Where a weight has changed, its old master is invalid and becomes the weight."""

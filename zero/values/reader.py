@@ -1,10 +1,9 @@
-"""Stored values of all ranks, read by parameter; and a check that all ranks have changed the model alike."""
+"""The one reader of an engine's parameters: as they are used now, or as they are stored, on this rank or on all."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import pairwise
 
 import torch
@@ -12,19 +11,131 @@ from torch import nn
 
 from offload.archives import bytes_of, bytes_tensor
 from offload.errors import StateError
+from offload.planes.copies import read_array
 from zero.exchange.all_ranks import DeferringFailures
-from zero.exchange.collectives import Collectives
-from zero.params.layout import Slot, Unit
+from zero.exchange.collectives import Collectives, gather_on_host
+from zero.params.binding import UnitBinding
+from zero.params.layout import Layout, Slot, Unit
 from zero.params.placement import Placement
+from zero.schedule.coordinator import Coordinator
 from zero.store.adoption import Piece
-from zero.store.stored_values import StoredValues
+from zero.store.storage import Storage
+from zero.store.stored_values import ParameterSlots, StoredValues
 
 CHUNK_NUMEL = 1 << 20  # Elements per message; with their states, at most 14 bytes each.
-SHOWN_MAX = 3
+
+
+class ValueReader:
+    """Reads an engine's parameters outside forward and backward, wherever their values are.
+
+    All ranks read the same parameters, in the same order, but for what `open_stored` reads.
+
+    Attributes:
+        parameters: the model's, by their index in the layout.
+        slots: of the parameters, one for each tile.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        bindings: list[UnitBinding],
+        storage: Storage,
+        coordinator: Coordinator,
+        collectives: Collectives,
+        parameters: list[nn.Parameter],
+    ) -> None:
+        self._layout = layout
+        self._bindings = bindings
+        self._storage = storage
+        self._coordinator = coordinator
+        self._collectives = collectives
+        self.parameters = parameters
+        self.slots: ParameterSlots = {}
+        for unit in layout.units:
+            for slot in unit.slots:
+                self.slots.setdefault(id(parameters[slot.index]), []).append((unit, slot))
+
+    # ---- as they are used ------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    def read_unit(self, unit: Unit) -> torch.Tensor:
+        """A copy of the unit's weights as uint8 in host memory."""
+        live = self.live_weights(unit)
+        if live is not None:
+            return live.view(torch.uint8).cpu().clone()
+        out = torch.empty(unit.nbytes, dtype=torch.uint8, device="cpu")
+        array = self._storage.weights[self._layout.space_of(unit)]
+        job = read_array(array, unit.begin, unit.end, unit.shard_of(out), self._storage.host_pool)
+        self._storage.io_loop.run(f"reading {unit.name}", job)
+        return gather_on_host(self._collectives, unit, out)
+
+    def live_weights(self, unit: Unit) -> torch.Tensor | None:
+        """The unit's weights as they are used: stored ones, or newer ones if forward has modified one in place.
+
+        None: they are not bound, or other ranks have bound them at another time.
+        """
+        binding = self._bindings[unit.index]
+        if not (binding.is_bound and (unit.persistent or self._collectives.placement.is_single_rank)):
+            return None
+        self._coordinator.use_on_current_stream(unit.index)
+        recapture(binding)
+        return binding.flat.detach()
+
+    @torch.inference_mode(False)
+    def weights(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A copy of one parameter's weights, in compute dtype, on the host."""
+        return self._read_copy(parameter, self.slots[id(parameter)][0][0].dtype, exact=False)
+
+    @torch.inference_mode(False)
+    def master(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A copy of one parameter's fp32 master, on the host."""
+        return self._read_copy(parameter, torch.float32, exact=True)
+
+    @torch.inference_mode(False)
+    def states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Copies of one parameter's states by name (Adam's are `exp_avg` and `exp_avg_sq`), fp32 on the host."""
+        names = self._storage.plan.states_of(self.slots[id(parameter)][0][0])
+        out = {key: torch.empty(parameter.numel(), dtype=torch.float32, device="cpu") for key in names}
+        for piece in self._read_pieces(parameter, state=True):
+            for number, values in enumerate(out.values()):
+                piece.copy_into(values, state=number)
+        return {key: value.view(parameter.shape) for key, value in out.items()}
+
+    def _read_copy(self, parameter: nn.Parameter, dtype: torch.dtype, *, exact: bool) -> torch.Tensor:
+        out = torch.empty(parameter.numel(), dtype=dtype, device="cpu")
+        for piece in self._read_pieces(parameter, state=exact):
+            piece.copy_into(out)
+        return out.view(parameter.shape)
+
+    def _read_pieces(self, parameter: nn.Parameter, *, state: bool) -> Iterator[Piece]:
+        """The parameter's pieces, with their remainders and states if `state`; weights as they are used now."""
+        with closing(self.open_gathered()) as stored:
+            for unit, slot in self.slots[id(parameter)]:
+                live = self.live_weights(unit)
+                first, last = slot.first_numel, slot.first_numel + slot.numel
+                weights = None if live is None else live[slot.offset_numel : slot.end_numel]
+                if weights is not None and not (state and unit.trainable):
+                    yield Piece(first, weights)
+                    continue
+                for piece in stored.pieces(parameter, first, last, state):
+                    offset = piece.first - first
+                    if weights is not None:
+                        piece = piece._replace(weight=weights[offset : offset + piece.weight.numel()])
+                    yield piece
+
+    # ---- as they are stored: call these when no update is due and no transfer is in flight --------
+
+    def open_stored(self, *, reads_few: bool = False) -> StoredValues:
+        """The values that this rank stores; close it. `reads_few`: as there."""
+        return StoredValues(self._layout, self._storage, self.slots, reads_few=reads_few)
+
+    def open_gathered(self) -> GatheredValues:
+        """The values that all ranks store, for few parameters; close it."""
+        return GatheredValues(self.open_stored(reads_few=True), self._collectives)
 
 
 class GatheredValues:
-    """`StoredValues` of several ranks. All ranks read the same parameters, in the same order.
+    """`StoredValues` of all ranks. All ranks read the same parameters, in the same order.
 
     `local`: the values that this rank stores.
     """
@@ -33,11 +144,18 @@ class GatheredValues:
         self._local, self._collectives = local, collectives
 
     def pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
-        """As `StoredValues.pieces`; on the host."""
+        """As `StoredValues.pieces`; with several shards on the host."""
+        if self._collectives.placement.shard_size == 1:
+            yield from self._local.pieces(parameter, begin, end, state)
+            return
         for unit, slot in self._local.slots_of(parameter):
             first, last = max(begin, slot.first_numel), min(end, slot.first_numel + slot.numel)
             for lo in range(first, last, CHUNK_NUMEL):
                 yield self._piece(unit, slot, lo, min(lo + CHUNK_NUMEL, last), state and unit.trainable)
+
+    def close(self) -> None:
+        """See `StoredValues.close`."""
+        self._local.close()
 
     def _piece(self, unit: Unit, slot: Slot, begin: int, end: int, state: bool) -> Piece:
         dtypes = [unit.dtype]
@@ -147,50 +265,8 @@ def join_runs(
             payloads[rank] = payloads[rank][nbytes:]
 
 
-def agree_on_change(
-    collectives: Collectives, model: nn.Module, trained_ids: Collection[int], *, accumulating: bool
-) -> None:
-    """Check that all ranks have changed their model alike, and that none has gradients. All ranks call this together.
-
-    Raises StateError: names the differences, per rank; or the ranks that have gradients.
-
-    Args:
-        model: the changed model.
-        trained_ids: id(parameter) of the parameters in param groups.
-        accumulating: this rank has gradients that no step has used.
-    """
-    if collectives.placement.is_single_rank:
-        return
-    with torch._C.DisableTorchFunctionSubclass():
-        lines = [
-            f"{name} {list(p.shape)} {p.dtype}, {'trained' if id(p) in trained_ids else 'not trained'}"
-            for name, p in model.named_parameters()
-        ]
-    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
-    answers = [
-        json.loads(answer)
-        for answer in collectives.all_gather_bytes("a change", json.dumps([digest, accumulating]).encode())
-    ]
-    if len({digest for digest, _ in answers}) > 1:
-        lists = [
-            json.loads(answer) for answer in collectives.all_gather_bytes("what differs", json.dumps(lines).encode())
-        ]
-        raise StateError(
-            f"the ranks have changed the model differently: {_differences(lists)}; make the same changes on each rank"
-        )
-    ranks = [rank for rank, (_, has_gradients) in enumerate(answers) if has_gradients]
-    if ranks:
-        raise StateError(
-            f"the model has changed in the middle of a step: ranks {', '.join(map(str, ranks))} have gradients; with "
-            "several ranks, change the model right after step(), or call zero_grad() first"
-        )
-
-
-def _differences(lists: list[list[str]]) -> str:
-    common = set(lists[0]).intersection(*lists[1:])
-    parts = []
-    for rank, lines in enumerate(lists):
-        extra = [line for line in lines if line not in common]
-        more = f" and {len(extra) - SHOWN_MAX} more" if len(extra) > SHOWN_MAX else ""
-        parts.append(f"rank {rank}: {'; '.join(extra[:SHOWN_MAX]) or 'nothing of its own'}{more}")
-    return ", ".join(parts) if any(len(lines) != len(common) for lines in lists) else "the order of its parameters"
+def recapture(binding: UnitBinding) -> None:
+    """Take over what user code has done to the parameters of a bound unit. Raises StateError: another shape."""
+    refused = binding.recapture()
+    if refused:
+        raise StateError("; ".join(refused))
