@@ -79,18 +79,24 @@ class Lamb(torch.optim.Optimizer):
                     p.sub_(p.grad * p.norm() / p.grad.norm(), alpha=group["lr"])
 
 
-class Bounded(torch.optim.Optimizer):
-    """As Lamb, and no shorter than a bound, which is above the ratio of a weight and a gradient of one size."""
+class FlaggedLamb(Lamb):
+    is_element_wise = True
+
+
+class Remembering(torch.optim.Optimizer):
+    """Keeps the last gradient in a dict of its own."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
+        self.last: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.sub_(p.grad * (p.norm() / p.grad.norm()).clamp(min=1.5), alpha=group["lr"])
+                    p.sub_(p.grad + self.last.get(p, 0.0), alpha=group["lr"])
+                    self.last[p] = p.grad.clone()
 
 
 class Global(torch.optim.SGD):
@@ -127,6 +133,18 @@ class Slower(torch.optim.AdamW):
                     p.mul_(0.999)
 
 
+class FlaggedDrifting(Drifting):
+    is_element_wise = True
+
+
+class FlaggedSlower(Slower):
+    is_element_wise = True
+
+
+class FlaggedAhead(Ahead):
+    is_element_wise = True
+
+
 def opened(
     open_engine: Open, folder: Path, optimizer: Any, pair: tuple[str, str] = CPU, **more: Any
 ) -> tuple[Any, Any]:
@@ -137,7 +155,7 @@ def opened(
 
 
 @pytest.mark.parametrize("pair", [("none", "none"), NVME])
-@pytest.mark.parametrize("kind", [Drifting, Slower, Ahead, Lamb, Bounded])
+@pytest.mark.parametrize("kind", [Drifting, Slower, Ahead, Lamb, FlaggedDrifting, FlaggedSlower, FlaggedAhead])
 def test_a_class_of_the_users_gives_the_bits_that_it_gives_alone(
     open_engine: Open, nvme_path: Path, kind: Any, pair: tuple[str, str]
 ) -> None:
@@ -149,7 +167,8 @@ def test_a_class_of_the_users_gives_the_bits_that_it_gives_alone(
     # A bf16 state is kept in fp32, with the same values.
     found = {k: v.to(wanted[k].dtype) if isinstance(v, Tensor) and k in wanted else v for k, v in found.items()}
     assert differences(found, wanted) == []
-    if kind is Drifting:
+    assert any(unit.needs_whole_parameters for unit in engine.units) == ("is_element_wise" not in vars(kind))
+    if issubclass(kind, Drifting):
         assert [group["calls"] for group in engine.optimizer.param_groups] == [14, 14]
 
 
@@ -175,6 +194,8 @@ def test_what_is_not_made_yet_when_a_checkpoint_is_saved_is_made_after_it_is_loa
         (torch.optim.SparseAdam, "dense gradients"),
         (Global, "steps in common for all parameters"),
         (Handing, "does not change the parameter"),
+        (Remembering, "a step depends on more than the parameter's weight, gradient and state"),
+        (FlaggedLamb, "two halves of a parameter are not updated like the whole parameter"),
     ],
 )
 def test_what_cannot_run_parameter_by_parameter_is_refused_by_name(
@@ -185,6 +206,15 @@ def test_what_cannot_run_parameter_by_parameter_is_refused_by_name(
 
     with pytest.raises(ConfigError, match=rf"{kind.__name__} is not available: .*{why}.*AdamW.*Lion"):
         opened(open_engine, nvme_path, make)
+
+
+def test_an_unknown_class_that_says_nothing_is_named_with_the_flag(
+    open_engine: Open, nvme_path: Path, caplog: Any
+) -> None:
+    for kind in (Slower, FlaggedSlower):
+        opened(open_engine, nvme_path, kind)
+    (record,) = (record for record in caplog.messages if "is_element_wise" in record)
+    assert "Slower is an unknown class" in record and "set Slower.is_element_wise = True" in record
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RAdam])

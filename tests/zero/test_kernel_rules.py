@@ -146,9 +146,9 @@ def test_where_torchs_roots_are_not_ieees_the_kernel_keeps_to_ieees(
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_a_class_of_the_users_own_stays_tiled() -> None:
+def test_a_class_of_the_users_own_has_no_row() -> None:
     class Mine(torch.optim.SGD):
-        pass
+        is_element_wise = True
 
     assert type(rule_of(Mine, {"lr": 0.1})[0]) is TiledRule
     assert type(rule_of(torch.optim.RAdam, {"lr": 0.1})[0]) is TiledRule

@@ -22,6 +22,7 @@ needs_openmp = pytest.mark.skipif(not tile_threads.has_tile_threads(), reason="t
 class Overlapping(torch.optim.SGD):
     """Knows how many of its steps ran at a time."""
 
+    is_element_wise = True
     running, most = 0, 0
 
     def step(self, closure: Any = None) -> None:

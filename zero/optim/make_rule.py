@@ -1,18 +1,19 @@
 """Makes param groups and an update rule from a name in the config or an optimizer object.
 
-[Note: what is tried] A trial on a few elements finds which states an optimizer keeps, and whether it is element-wise.
-The class itself trains a matrix of 8 x 16. The tiled rule trains its two halves, flat and apart, as the engine would.
-Weights and states must be equal, bit for bit, and the numbers of both halves must be equal too. A class that uses a
-norm, a mean, a shape or other elements fails here. Such a class gets whole parameters, and is tried again: on one whole
-parameter for each number of dimensions that its parameters have, bound as the engine would bind it. Only such a class
-may have small states: of another shape than the parameter, or a tensor of one element that depends on the gradient.
+[Note: element-wise classes] A class of the table, or one whose own body says `is_element_wise = True`, updates tiles.
+Any other class updates whole parameters, which is always right. What no rule can do is refused: the class trains a
+small parameter by itself, and the rule trains the same one as the engine would; weights, states and numbers must be
+equal, bit for bit. One parameter is trained for each number of dimensions that the class's parameters have. Only rules
+over whole parameters have small states: of another shape than the parameter, or a tensor of one element that depends on
+the gradient.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,9 +24,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from offload.errors import ConfigError
 from zero.config import Config
 from zero.config.optimizer_block import OptimizerConfig
-from zero.ops.adam import KernelAdam
-from zero.ops.lamb import FusedLamb, Lamb
-from zero.ops.lion import FusedLion
+from zero.ops.adagrad import DeepSpeedCPUAdagrad
+from zero.ops.adam import DeepSpeedCPUAdam, FusedAdam, KernelAdam
+from zero.ops.lamb import FusedLamb
+from zero.ops.lion import DeepSpeedCPULion, FusedLion, Lion
 from zero.ops.schedule_free import AdamWScheduleFree
 from zero.optim.averages import with_averages
 from zero.optim.kernel_rules import ROWS, KernelRule
@@ -44,13 +46,13 @@ from zero.optim.rules import (
     TrainedParameters,
 )
 
+logger = logging.getLogger("zero")
+
 # With these options torch's Adam computes the same as our kernel.
 _PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
 # Steps: enough for parts that begin later, such as RAdam's adaptive rate, or slow weights every sixth step.
 SHAPE, HALF, STEPS = (8, 16), 64, 12
-TRIAL_LR = 1e-2
-# Scales of the weights: with one scale alone, a bounded ratio of norms may be at its bound, for the matrix and halves.
-SCALES = (1.0, 1 / 32, 32.0)
+TRIAL_LR = 1e-2  # A smaller learning rate, such as the 0 with which a warmup begins, is raised to it.
 EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8)
 OWN_CLASSES: Mapping[str, Callable[..., torch.optim.Optimizer]] = {  # with DeepSpeed's defaults
     "Lion": FusedLion,
@@ -61,6 +63,13 @@ ALTERNATIVE = (
     'set optimizer.type in the config ("AdamW", "Lion", "Muon", "Lamb", "Adafactor", "Adagrad", "SGD", or one of '
     "torch.optim such as RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop, ASGD), or pass such an optimizer"
 )
+# An element's update depends on this element alone. For exactly these classes: a subclass may compute something else.
+ELEMENT_WISE: frozenset[type[torch.optim.Optimizer]] = frozenset([
+    torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax,
+    torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
+    AdamWScheduleFree, DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLion, Lion,
+])  # fmt: skip
+FLAG = "is_element_wise"  # In the body of any other class: whether it is.
 # Elements of small states per element of a parameter. Means of the rows and columns of an m x n matrix have
 # m + n <= m n + 1 elements; preconditioners of both sides have m^2 + n^2 >= 2 m n.
 SMALL_SHARE_MAX = 1.5
@@ -293,7 +302,7 @@ class _FoundStates:
 def rule_for(
     optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]], *, torch_as_kernels: bool = True
 ) -> TiledRule:
-    """The rule of an optimizer's class: over tiles if it is element-wise, else over whole parameters.
+    """The rule of an optimizer's class: over tiles if it is known as element-wise, else over whole parameters.
 
     Raises ConfigError: it has a state that we cannot keep; names the state and alternatives.
 
@@ -303,39 +312,40 @@ def rule_for(
         torch_as_kernels: torch's own classes are updated by kernels too, if there are such kernels.
     """
     with torch.device("cpu"):  # for states that the class makes on the default device
-        return _rule_by_trial(optimizer, list(groups), torch_as_kernels)
+        return _make_rule(optimizer, list(groups), torch_as_kernels)
 
 
-def _rule_by_trial(
-    optimizer: torch.optim.Optimizer, groups: list[Mapping[str, Any]], torch_as_kernels: bool
-) -> TiledRule:
-    initial = _initial_state(optimizer)
+def _make_rule(optimizer: torch.optim.Optimizer, groups: list[Mapping[str, Any]], torch_as_kernels: bool) -> TiledRule:
+    kind, initial = type(optimizer), _initial_state(optimizer)
     bare = TiledRule(optimizer, initial)
-    found = _FoundStates()
     all_options: list[dict[str, Any]] = []
     for group in groups:
         options = bare.options_of(group)
         if options not in all_options:
             all_options.append(options)
-            _check_trains(bare, options)
-            _find_states(bare, options, found)
+    found = _FoundStates()
+    for options in all_options:
+        _find_states(bare, options, SHAPE, found)
     arguments = (optimizer, initial, tuple(found.arrays), found.arrays, found.scalars)
-    if not found.small and not isinstance(optimizer, Lamb):
-        by_kernel = type(optimizer) in ROWS and (torch_as_kernels or type(optimizer).__module__.startswith("zero."))
-        rule = (KernelRule if by_kernel else TiledRule)(*arguments)
-        if _is_element_wise(rule, all_options):
-            return rule
-    return _whole_parameter_rule(bare, arguments, groups, all_options, found)
-
-
-def _is_element_wise(rule: TiledRule, all_options: list[dict[str, Any]]) -> bool:
-    try:
+    if kind in ELEMENT_WISE:
+        by_kernel = kind in ROWS and (torch_as_kernels or kind.__module__.startswith("zero."))
+        return (KernelRule if by_kernel else TiledRule)(*arguments)
+    flag = vars(kind).get(FLAG)  # not inherited: a subclass may compute something else
+    if flag and found.small:
+        why = f"{FLAG} is True, but it keeps states that do not have the parameter's shape ({', '.join(found.small)})"
+        raise unavailable_error(kind.__name__, why)
+    if flag:
+        rule = TiledRule(*arguments)
         for options in all_options:
-            for scale in SCALES:
-                _compare_with_class(rule, options, scale=scale)
-    except ConfigError:
-        return False
-    return True
+            _compare_with_class(rule, options, SHAPE)
+        return rule
+    if flag is None and not found.small and not kind.__module__.startswith(("torch.optim", "zero.ops.")):
+        logger.warning(
+            f"optimizer: {kind.__name__} is an unknown class, so it updates whole parameters, which needs more memory "
+            f"than tiles. If each element's update depends on this element alone, set {kind.__name__}.{FLAG} = True, "
+            "else False"
+        )
+    return _whole_parameter_rule(bare, arguments, groups, all_options, found)
 
 
 def _whole_parameter_rule(
@@ -345,50 +355,28 @@ def _whole_parameter_rule(
     all_options: list[dict[str, Any]],
     found: _FoundStates,
 ) -> TiledRule:
-    """The rule of a class that needs whole parameters. Raises ConfigError: see `rule_for`."""
-    for options in all_options:
-        _find_small_numbers(bare, options, found)
+    """The rule of a class that gets whole parameters. Raises ConfigError: see `rule_for`."""
     shapes = [p.shape for group in groups for p in group["params"]]
     trials = [TRIAL_SHAPES.get(d, SHAPE) for d in sorted({len(shape) for shape in shapes} or {len(SHAPE)})]
+    of_matrix = found.arrays.keys() | found.scalars.keys()
     for trial in trials:
-        _find_whole_states(bare, all_options, trial, found)
+        names = {name for options in all_options for name in _find_states(bare, options, trial, found)}
+        if of_matrix - names:
+            raise unavailable_error(
+                bare.name,
+                f"for a parameter of {len(trial)} dimensions it lacks states that it keeps for a matrix "
+                f"({', '.join(sorted(of_matrix - names))})",
+            )
+        for name in (found.arrays.keys() | found.scalars.keys()) - of_matrix:  # only such parameters have these
+            found.arrays.pop(name, None)
+            found.scalars.pop(name, None)
+            found.small[name] = trial
     rule = TiledRule(*arguments, needs_whole_parameters=True, small=tuple(found.small), tried_options=all_options)
     for trial in trials:
         for options in all_options:
             _compare_with_class(rule, options, trial)
     _check_small(rule, shapes, found)
     return rule
-
-
-def _find_whole_states(
-    rule: TiledRule, all_options: list[dict[str, Any]], shape: tuple[int, ...], found: _FoundStates
-) -> None:
-    """Train whole parameters of a shape: states that only they have are small. Raises ConfigError: they lack some."""
-    here = _FoundStates(small=dict(found.small))
-    for options in all_options:
-        _find_states(rule, options, here, shape, found.arrays)
-    for name in (here.arrays.keys() | here.scalars.keys()) - found.arrays.keys() - found.scalars.keys():
-        here.arrays.pop(name, None), here.scalars.pop(name, None)
-        here.small[name] = shape
-    if here.arrays.keys() != found.arrays.keys() or here.scalars.keys() != found.scalars.keys():
-        names = ", ".join(here.arrays | here.scalars)
-        raise unavailable_error(
-            rule.name, f"for a parameter of {len(shape)} dimensions it keeps other states ({names}) than for a matrix"
-        )
-    found.small.update(here.small)
-
-
-def _find_small_numbers(rule: TiledRule, options: Mapping[str, Any], found: _FoundStates) -> None:
-    """Numbers that depend on the gradient, such as a parameter's norm, are small states if they are tensors."""
-    start, *gradients = _samples(STEPS + 1)
-    zero = torch.zeros(1, 1, device="cpu", dtype=torch.float32)
-    states = _train_whole(rule, options, start, gradients)[1]
-    states_of_zeros = _train_whole(rule, options, zero, [zero] * STEPS)[1]
-    for state, state_of_zeros in zip(states, states_of_zeros, strict=True):
-        for name in [name for name in found.scalars if isinstance(state.get(name), Tensor)]:
-            if Scalar.from_value(state[name]) != Scalar.from_value(state_of_zeros.get(name)):
-                del found.scalars[name]
-                found.small[name] = SHAPE
 
 
 def _check_small(rule: TiledRule, shapes: list[tuple[int, ...]], found: _FoundStates) -> None:
@@ -451,56 +439,45 @@ def _not_fresh_error() -> ConfigError:
     )
 
 
-def _samples(count: int, shape: tuple[int, ...] = SHAPE) -> list[Tensor]:
+def _samples(shape: tuple[int, ...]) -> list[Tensor]:
+    """A weight, and a gradient for each step."""
     generator = torch.Generator(device="cpu").manual_seed(0)
-    return [torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32) for _ in range(count)]
+    return [torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32) for _ in range(STEPS + 1)]
 
 
-def _find_states(
-    rule: TiledRule,
-    options: Mapping[str, Any],
-    found: _FoundStates,
-    shape: tuple[int, ...] = SHAPE,
-    array_names: Container[str] = (),
-) -> None:
-    """Train a parameter of the shape, and note which states it has."""
-    start, *gradients = _samples(STEPS + 1, shape)
-    for state in _train_whole(rule, options, start, gradients)[1]:
+def _find_states(rule: TiledRule, options: Mapping[str, Any], shape: tuple[int, ...], found: _FoundStates) -> set[str]:
+    """Train a parameter of the shape, and note which states it has; returns their names."""
+    start, *gradients = _samples(shape)
+    states = _train_whole(rule, options, start, gradients)[1]
+    zero = torch.zeros(1, 1, device="cpu", dtype=torch.float32)
+    states_of_zeros = _train_whole(rule, options, zero, [zero] * STEPS)[1]
+    for state, state_of_zeros in zip(states, states_of_zeros, strict=True):
         for name, value in state.items():
-            if value is None:
+            if value is None or name in found.small:
                 continue
-            if name in found.small:
-                continue
+            if not isinstance(value, (bool, int, float, Tensor)):
+                raise unavailable_error(rule.name, f"its state {name} is a {type(value).__name__}, not a tensor")
+            if not isinstance(value, Tensor):
+                found.scalars.setdefault(name, Scalar.from_value(value))
             # A state of a parameter without dimensions looks like a number; the matrix has shown its name before.
-            if isinstance(value, Tensor) and value.shape == shape and (shape or name in array_names):
+            elif value.shape == shape and (shape or name in found.arrays):
                 if value.dtype not in EXACT_IN_FP32:
                     raise unavailable_error(rule.name, f"its state {name} is {value.dtype}")
                 found.arrays.setdefault(name, value.dtype)
-            elif isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
-                found.scalars.setdefault(name, Scalar.from_value(value))
-            elif isinstance(value, Tensor):
+            # A tensor of one element that depends on the gradient, such as a parameter's norm, is a small state.
+            elif value.numel() != 1 or _differs(value, state_of_zeros.get(name)):
+                found.scalars.pop(name, None)
                 found.small[name] = shape
             else:
-                raise unavailable_error(rule.name, f"its state {name} is a {type(value).__name__}, not a tensor")
+                found.scalars.setdefault(name, Scalar.from_value(value))
     kinds = [*found.arrays, *found.scalars, *found.small]
     if ambiguous := {name for name in kinds if kinds.count(name) > 1}:
         raise unavailable_error(rule.name, f"its state {', '.join(sorted(ambiguous))} has several forms")
+    return {name for state in states for name, value in state.items() if value is not None}
 
 
-def _check_trains(rule: TiledRule, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a class whose step does not change its parameters, such as one that calls other optimizers.
-
-    A learning rate of 0, with which a warmup begins, is replaced for the trial.
-    """
-    start, *gradients = _samples(STEPS + 1)
-    for changes in ({}, {"lr": TRIAL_LR}) if "lr" in options else ({},):
-        if not torch.equal(_train_whole(rule, {**options, **changes}, start, gradients)[0][-1], start):
-            return
-    raise unavailable_error(
-        rule.name,
-        "its step does not change the parameter in its param group (if it holds other optimizers, the engine does not "
-        "see their parameters)",
-    )
+def _differs(number: Tensor, other: Any) -> bool:
+    return Scalar.from_value(number) != Scalar.from_value(other)
 
 
 def _train_whole(
@@ -532,13 +509,19 @@ def _train_whole(
     return weights, states, options_after
 
 
-def _compare_with_class(
-    rule: TiledRule, options: Mapping[str, Any], shape: tuple[int, ...] = SHAPE, *, scale: float = 1.0
-) -> None:
-    """Train a parameter by the class, and in pieces (halves, or one) by the rule. Raises ConfigError if they differ."""
-    start, *gradients = _samples(STEPS + 1, shape)
-    start *= scale
+def _compare_with_class(rule: TiledRule, options: Mapping[str, Any], shape: tuple[int, ...]) -> None:
+    """Train a parameter by the class, and by the rule (whole, or in two halves). Raises ConfigError if they differ."""
+    rate = options.get("lr")
+    if isinstance(rate, (int, float)) and rate < TRIAL_LR:
+        options = {**options, "lr": TRIAL_LR}
+    start, *gradients = _samples(shape)
     weights, states, options_after = _train_whole(rule, options, start, gradients)
+    if torch.equal(weights[-1], start):
+        raise unavailable_error(
+            rule.name,
+            "its step does not change the parameter in its param group (if it holds other optimizers, the engine does "
+            "not see their parameters)",
+        )
     pieces_shape = (1, *shape) if rule.needs_whole_parameters else (-1, HALF)
     tiles = list(start.reshape(pieces_shape).clone().unbind())
     arrays = [{name: torch.zeros_like(tile) for name in rule.states} for tile in tiles]
@@ -548,47 +531,33 @@ def _compare_with_class(
         small_of_element = rule.probe_small(values.options)
         try:
             results = [rule.step_tile(tile, part.clone(), state, values, small) for tile, part, state in pieces]
-            # One more piece, one element with gradient zero, shows the numbers after the step; see
-            # `TiledRule.after_update`.
+            # One element with gradient zero shows the numbers after the step; see `TiledRule.after_update`.
             results.append(rule.step_one_element(values, small_of_element))
         except Exception as error:
             raise unavailable_error(
-                rule.name, f"its step fails on flat pieces of a parameter ({type(error).__name__}: {error})"
+                rule.name, f"its step fails on a piece of a parameter ({type(error).__name__}: {error})"
             ) from error
-        numbers = [rule.progress_of(state) for state, _ in results]
-        same_numbers = all(progress == numbers[0] for progress in numbers)
-        is_same = same_numbers and all(tile_options == options_after[step] for _, tile_options in results)
-        if not is_same or dict(numbers[0].scalars) != _numbers_of(rule, states[step]):
+        numbers = rule.progress_of(states[step])
+        expected_numbers = (dict(numbers.scalars), set(numbers.present), options_after[step])
+        found = [(rule.progress_of(state), after) for state, after in results]
+        if any((dict(own.scalars), set(own.present), after) != expected_numbers for own, after in found):
             raise unavailable_error(rule.name, "the numbers in its state depend on the gradient")
-        if not torch.equal(_join(tiles), weights[step].reshape(-1)):
+        small = rule.small_states_of(results[0][0])  # halves have none
+        expected = rule.small_states_of(states[step])
+        is_same = torch.equal(_join(tiles), weights[step].reshape(-1)) and small.keys() == expected.keys()
+        if not is_same or not all(torch.equal(value, expected[name]) for name, value in small.items()):
             raise unavailable_error(
-                rule.name, "it is not element-wise: two halves of a parameter are not updated like the whole parameter"
+                rule.name,
+                "a step depends on more than the parameter's weight, gradient and state"
+                if rule.needs_whole_parameters
+                else f"it has {FLAG} = True, and two halves of a parameter are not updated like the whole parameter",
             )
-        small = rule.small_states_of(results[0][0])  # only whole parameters have some; halves have none
-        if any(not _equal(value, states[step].get(name)) for name, value in small.items()):
-            raise unavailable_error(
-                rule.name, "a state that does not have the parameter's shape depends on more than itself"
-            )
-        values = TileValues(results[0][1], numbers[0])
+        values = TileValues(options_after[step], numbers)
     for name in rule.states:
-        expected = states[-1].get(name)
-        joined = _join(tile_arrays[name] for tile_arrays in arrays)
-        if expected is not None and not torch.equal(joined, expected.reshape(-1).to(torch.float32)):
-            raise unavailable_error(rule.name, f"its state {name} is not element-wise")
+        last = states[-1].get(name)
+        if last is not None and not torch.equal(_join(each[name] for each in arrays), last.reshape(-1).float()):
+            raise unavailable_error(rule.name, f"its state {name} depends on more than the parameter and its state")
 
 
 def _join(pieces: Iterable[Tensor]) -> Tensor:
     return torch.cat([piece.reshape(-1) for piece in pieces])
-
-
-def _equal(value: Tensor, expected: Any) -> bool:
-    return isinstance(expected, Tensor) and torch.equal(value, expected)
-
-
-def _numbers_of(rule: TiledRule, state: Mapping[str, Any]) -> dict[str, Scalar]:
-    not_small = {k: v for k, v in state.items() if k not in rule.small}
-    return {
-        k: Scalar.from_value(v)
-        for k, v in not_small.items()
-        if not (isinstance(v, Tensor) and (v.numel() > 1 or k in rule.states))
-    }

@@ -396,7 +396,8 @@ def _check_parameter(name: str, parameter: Tensor, rule: Rule) -> Tensor:
         problem = (
             f"{rule.name} updates whole parameters: expected {tuple(parameter.shape)}, contiguous, in this process, "
             f"got {tuple(local.shape)} with strides {local.stride()}; for sharded parameters use an element-wise "
-            "optimizer such as torch.optim.AdamW, or zero.initialize"
+            f"optimizer such as torch.optim.AdamW, or zero.initialize; if {rule.name} is one, set "
+            f"{rule.name}.is_element_wise = True"
         )
     if problem:
         raise ConfigError(f"OffloadOptimizer: {name}: {problem}")

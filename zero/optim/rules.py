@@ -13,7 +13,7 @@ different rules share no unit.
 [Note: tiles] The optimizer that steps over a tile is a shallow copy of the user's, with one param group that has one
 parameter: a flat fp32 tile. Its state is the parameter's state so far: array states cut to the tile, and numbers as
 after the last step. So the class cannot distinguish a tile from a small parameter, and an element-wise class gives the
-same bits as for the whole parameter. `zero/optim/make_rule.py` finds whether a class is element-wise.
+same bits as for the whole parameter. `zero/optim/make_rule.py` has the table of element-wise classes.
 
 [Note: numbers] Every tile of a parameter starts from the same numbers and ends with the same numbers, which depend on
 no element. When a step is fixed, a step over one element finds the numbers after it. States that depend on the gradient
