@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adagrad import adagrad
 
 from zero.ops.plain_optimizer import PlainOptimizer, refuse
 
@@ -45,20 +46,8 @@ class DeepSpeedCPUAdagrad(PlainOptimizer):
         return not group["weight_decay"]
 
     def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """The same operations as in torch, in the same order."""
-        decay = float(group["weight_decay"])
-        if decay:
-            grad = grad.add(weight, alpha=decay)
-        total = self.state_tensor(state, "sum", weight)
-        if grad.is_sparse:
-            indices, values = grad.indices(), grad.values()
-            total.add_(_sparse(indices, values.pow(2), grad))
-            roots = total.sparse_mask(grad).values().sqrt_().add_(float(group["eps"]))
-            weight.add_(_sparse(indices, values / roots, grad), alpha=-float(group["lr"]))
-            return
-        total.addcmul_(grad, grad, value=1)
-        weight.addcdiv_(grad, total.sqrt().add_(float(group["eps"])), value=-float(group["lr"]))
-
-
-def _sparse(indices: Tensor, values: Tensor, like: Tensor) -> Tensor:
-    return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False, is_coalesced=True)
+        """By torch's own function, whose count only its `lr_decay` would use."""
+        total, count = self.state_tensor(state, "sum", weight), torch.zeros((), device="cpu", dtype=torch.float32)
+        options: dict[str, Any] = {name: float(group[name]) for name in ("lr", "weight_decay", "eps")}
+        options.update(lr_decay=0.0, maximize=False, fused=False, foreach=False, has_sparse_grad=grad.is_sparse)
+        adagrad([weight], [grad], [total], [count], **options)
