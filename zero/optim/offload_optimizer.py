@@ -221,8 +221,7 @@ class OffloadOptimizer(ExternalStateOptimizer):
             current[index] is gradient and _version(gradient) == version
             for index, (gradient, version) in self._unfinished_gradients.items()
         )
-        unfinished = [states.unfinished_step for states in self._parameter_states]
-        is_broken = any(remaining is not None and remaining.is_broken for remaining in unfinished)
+        is_broken = any(states.is_broken for states in self._parameter_states)
         if is_broken or not are_same:
             why = "an update stopped in the middle of its elements" if is_broken else "its gradients no longer exist"
             raise StateError(
@@ -335,7 +334,7 @@ class OffloadOptimizer(ExternalStateOptimizer):
                     tensors[MASTER] = states[MASTER]
                 tensors_of[self._index_of[key]] = tensors
         for parameter_states in self._parameter_states:
-            parameter_states.unfinished_step = None
+            parameter_states.drop_step()
         self._unfinished_gradients, self._is_half_loaded = {}, True
         for parameter_states in self._parameter_states:
             parameters = parameter_states.parameters
@@ -345,9 +344,6 @@ class OffloadOptimizer(ExternalStateOptimizer):
     def check_states(self, states: Iterable[Mapping[str, Any]]) -> None:
         """See `ExternalStateOptimizer`; a master is no state of the class."""
         super().check_states(map(_without_master, states))
-
-    def replace_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
-        self.replace_all_states([(parameter, states)])
 
     def _states_of(self, index: int) -> ParameterStates:
         return next(states for states in self._parameter_states if index in states.parameters)

@@ -81,7 +81,7 @@ class LiveStates(MutableMapping[nn.Parameter, dict[str, Any]]):
         self._state_access.check_open("state")  # before numbers are replaced: array states may be refused after them
         self._optimizer.check_states([states])
         self._state_access.allocate_states(parameter)
-        self._optimizer.replace_states(parameter, states)
+        self._optimizer.replace_all_states([(parameter, states)])
 
     def __delitem__(self, parameter: nn.Parameter) -> None:
         if parameter not in self:
@@ -370,35 +370,30 @@ class ExternalStateOptimizer(torch.optim.Optimizer):
         self.check_states(state_dict["state"].values())
         places = [place for group in saved_groups for place in group["params"]]
         states = [state_dict["state"].get(place, {}) for place in places]
-        pairs = list(zip(self._parameters(), states, strict=True))
-        for parameter, state in pairs:
-            self._check_small(parameter, state)
-        self.replace_all_states(pairs)
+        self.replace_all_states(list(zip(self._parameters(), states, strict=True)))
         for group, options in zip(self.param_groups, saved_groups, strict=True):
             group.update({key: value for key, value in options.items() if key != "params"})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def replace_all_states(self, pairs: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
+        """Replace the states of these parameters; empty states: it has none, as before its first step."""
         for parameter, states in pairs:
-            self.replace_states(parameter, states)
-
-    def replace_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
-        """Replace the states of one parameter; empty `states`: it has none, as before its first step."""
-        if self._state_access is None:
-            self.forget_parameter(id(parameter))
-            return
-        self._check_small(parameter, states)
-        updated = bool(self.step_counts.get(id(parameter)))
-        tensors = self.replace_numbers(parameter, states)
-        if updated and not states:  # the next first update starts from the stored array states, so clear them
-            stored, names = self._state_access.read_states(parameter), self._rule(id(parameter)).states
-            tensors = {name: torch.zeros_like(stored[name]) for name in names}
-        for name, value in tensors.items():
-            self._state_access.write_state(parameter, name, value)
+            self._check_small(parameter, states)
+        for parameter, states in pairs:
+            if self._state_access is None:
+                self.forget_parameter(id(parameter))
+                continue
+            updated = bool(self.step_counts.get(id(parameter)))
+            tensors = self.replace_numbers(parameter, states)
+            if updated and not states:  # the next first update starts from the stored array states, so clear them
+                stored, names = self._state_access.read_states(parameter), self._rule(id(parameter)).states
+                tensors = {name: torch.zeros_like(stored[name]) for name in names}
+            for name, value in tensors.items():
+                self._state_access.write_state(parameter, name, value)
 
     def replace_numbers(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """As `replace_states`, except for tensors: returns their values, by name."""
+        """Replace the numbers of a parameter, and return the values of its tensors, by name."""
         self.forget_parameter(id(parameter))
         if not states:
             return {}

@@ -9,7 +9,6 @@ gradients that the step began with. The only possible calls for these states are
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,13 +21,14 @@ from offload.errors import ConfigError, StateError, StorageError, ZeroInfinityEr
 from offload.io_loop import IoFuture
 from offload.kernels import masters
 from offload.kernels.threads import kernel_threads, update_threads
-from offload.planes.tiered_array import Home, TieredArray, await_all
+from offload.planes.tiered_array import Home, TieredArray
 from offload.streams import shares_host_memory
 from zero.config import Config
 from zero.optim.gradients import Gradients, StepGradient
+from zero.optim.pending_updates import PendingUpdates
 from zero.optim.rules import Rule, Rules, UpdateRun
 from zero.optim.sub_group_pipeline import StepArguments, SubGroupPipeline
-from zero.params.layout import SubGroup, Unit
+from zero.params.layout import Unit
 from zero.plan.machine import machine_to_plan
 from zero.plan.plan import Plan
 from zero.plan.states_plan import lay_out_tensors, plan_states
@@ -41,14 +41,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EDITS_NUMEL = 1 << 18  # Elements that are searched for edits at a time.
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class UnfinishedStep:
     """The remaining work of a step."""
 
-    arguments: StepArguments
+    updates: PendingUpdates
     gradients: Mapping[int, StepGradient]  # Index of the unit -> its gradient.
-    due_groups: deque[SubGroup]
-    is_broken: bool = False  # An update stopped in the middle of its elements: it can neither be finished nor repeated.
 
 
 class _StepGradients:
@@ -70,11 +68,16 @@ class _EditAwareRule:
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
+        self.is_broken = False  # An update stopped amid its elements: the step can neither be finished nor repeated.
 
     def update_run(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
-        if run.master is not None and run.master.dtype == torch.float32:
-            _apply_edits(run.weight, run.master)
-        self._rule.update_run(run, grad_scale, threads)
+        try:
+            if run.master is not None and run.master.dtype == torch.float32:
+                _apply_edits(run.weight, run.master)
+            self._rule.update_run(run, grad_scale, threads)
+        except BaseException:  # also if the error of another update hides this one
+            self.is_broken = True
+            raise
 
 
 class ParameterStates:
@@ -100,11 +103,9 @@ class ParameterStates:
         self._units = {unit.slots[0].index: unit for unit in self.layout.units}
         self._memory_orders = {index: _memory_order(tensor) for index, _, tensor in local}
         self._gradients = _StepGradients()
+        self._rule = _EditAwareRule(rule)
         self._pipeline = SubGroupPipeline(
-            self.layout,
-            self.storage,
-            cast(Gradients, self._gradients),
-            Rules((cast(Rule, _EditAwareRule(rule)),)),
+            self.layout, self.storage, cast(Gradients, self._gradients), Rules((cast(Rule, self._rule),))
         )
         places = {id(self.parameters[unit.slots[0].index]): [(unit, unit.slots[0])] for unit in self.layout.units}
         self._stored_values = StoredValues(self.layout, self.storage, places)
@@ -134,7 +135,14 @@ class ParameterStates:
         }
         due = [group for group in self.plan.sub_groups if self._pipeline.trained_units(group, arguments)]
         arguments = replace(arguments, event=self.storage.streams.record_event())
-        return UnfinishedStep(arguments, step_gradients, deque(due))
+        updates = PendingUpdates(self.layout, self.storage, self._pipeline, self._threads, is_single_rank=True)
+        updates.begin_step(arguments, due)
+        return UnfinishedStep(updates, step_gradients)
+
+    @property
+    def is_broken(self) -> bool:
+        """The step cannot be finished any more."""
+        return self.unfinished_step is not None and self._rule.is_broken
 
     def finish_step(self) -> None:
         """Do the remaining work of the step. Raises StorageError: a read or a write failed; work not done remains."""
@@ -142,48 +150,33 @@ class ParameterStates:
         if remaining is None:
             return
         try:
-            self._run_job("optimizer step", partial(self._run_updates, remaining))
-        except StorageError as error:
-            raise error.within(f"update of step {remaining.arguments.number}") from error
+            self._run_job("optimizer step", partial(self._finish_updates, remaining))
         finally:
             # So that autograd refuses a graph from before, whose weights are overwritten.
-            for index in self._units.keys() & remaining.arguments.values.keys():
+            for index in self._units.keys() & remaining.updates.arguments.values.keys():
                 torch.autograd.graph.increment_version(local_of(self.parameters[index]))
         self.unfinished_step = None
 
-    async def _run_updates(self, remaining: UnfinishedStep) -> None:
+    async def _finish_updates(self, remaining: UnfinishedStep) -> None:
         self._gradients.by_unit = remaining.gradients
-        await self.storage.retry_failed_writes()
-        due, failed = remaining.due_groups, False
+        updates = remaining.updates
+        try:
+            await self.storage.retry_failed_writes()
+        except StorageError as error:
+            raise error.within(f"update of step {updates.arguments.number}") from error
+        await updates.retry_writes()
+        try:
+            await updates.finish_groups(updates.groups_of(None))
+        except ZeroInfinityError:  # a read or write failed, and can be repeated
+            raise
+        except BaseException:
+            self._rule.is_broken = True
+            raise
 
-        async def update(group: SubGroup) -> None:
-            is_applied = False
-            try:
-                async with self._pipeline.begin_update(group, remaining.arguments, {}) as running:
-                    await self._pipeline.compute(running, self._threads)
-                    is_applied = True
-                    await self._pipeline.store_weights(running)
-                    error = await self._pipeline.store_state(running)
-                if error is not None:
-                    raise error
-            except ZeroInfinityError:  # a read or write failed, before or after the update of all elements
-                if not is_applied:
-                    due.appendleft(group)
-                raise
-            except BaseException:
-                remaining.is_broken = True
-                raise
-
-        async def work() -> None:
-            nonlocal failed
-            while due and not failed:
-                try:
-                    await update(due.popleft())
-                except BaseException:
-                    failed = True
-                    raise
-
-        await await_all([work() for _ in range(self.plan.sub_groups_in_flight)])
+    def drop_step(self) -> None:
+        """Weights and states are about to be replaced: nothing of the step remains."""
+        self.unfinished_step = None
+        self._rule.is_broken = False
 
     # ---- states --------------------------------------------------------------------------------
 
@@ -296,7 +289,7 @@ class ParameterStates:
 
     def close(self) -> None:
         """Free everything. Idempotent."""
-        self.unfinished_step = None
+        self.drop_step()
         self._stored_values.close()
         self.storage.close()
 
