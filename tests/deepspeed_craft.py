@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from offload.files.torch_file import TorchFile, replace_unknown
-from zero.checkpoint.deepspeed_files import resolve_stranger
+from zero.checkpoint.deepspeed import resolve_stranger
 
 SAMPLES = Path(__file__).parent / "data" / "deepspeed"
 STAGES = ("stage1", "stage2", "stage3")

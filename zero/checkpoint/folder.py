@@ -26,9 +26,8 @@ from typing import Any
 from offload.errors import ConfigError, DamagedError, StateError, StorageError
 from offload.files.durable import SECOND_NS, STAGED_INFIX, Files, Lock
 from zero.checkpoint.dcp_format import MANIFEST_FILE, Manifest, check_files, read_manifest
-from zero.checkpoint.deepspeed import open_deepspeed_folder
-from zero.checkpoint.deepspeed_files import is_deepspeed_folder
-from zero.checkpoint.source import CLIENT, RANK, STATE, FolderSource, OpenCheckpoint
+from zero.checkpoint.deepspeed import is_deepspeed_folder, open_deepspeed_folder
+from zero.checkpoint.source import STATE, FolderSource, OpenCheckpoint
 
 logger = logging.getLogger("zero")
 
@@ -458,7 +457,7 @@ def open_checkpoint(
     for note in checkpoint.notes:
         logger.warning("load_checkpoint: %s", note)
     try:
-        return replace(_open_ours(checkpoint.folder, checkpoint.manifest, disk), tag=checkpoint.tag)
+        return _open_ours(checkpoint.folder, checkpoint.manifest, disk, checkpoint.tag)
     except DamagedError as error:
         if tag is not None:
             raise
@@ -486,17 +485,10 @@ def open_folder(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) 
     return opened
 
 
-def _open_ours(folder: Path, manifest: Manifest, files: Files) -> OpenCheckpoint:
+def _open_ours(folder: Path, manifest: Manifest, files: Files, tag: str = "") -> OpenCheckpoint:
     source = FolderSource(folder, manifest, files)
-
-    def rank_state(rank: int) -> dict[str, Any] | None:
-        name = f"{RANK}.{rank}"
-        state: dict[str, Any] | None = source.blob(name) if name in source.blobs else None
-        return state
-
     try:
-        state = source.blob(STATE)
+        return OpenCheckpoint(folder, source, source.blob(STATE), tag)
     except BaseException:
         source.close()
         raise
-    return OpenCheckpoint(folder, source, state, lambda trusted: source.blob(CLIENT, trusted=trusted), rank_state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,10 +46,14 @@ class Source(Protocol):
     """Values by name.
 
     `tensors`: name -> shape and dtype. Names are `model.NAME`, `optim.state.NAME.step`, and for Adam `.exp_avg` and
-    `.exp_avg_sq`; other optimizers have states of other names.
+    `.exp_avg_sq`; other optimizers have states of other names. `blobs`: names of objects that are no tensors.
     """
 
-    tensors: Mapping[str, TensorInfo]
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    @property
+    def blobs(self) -> frozenset[str]: ...
 
     def read(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of the flattened tensor, 1-D, on the host, in the saved dtype.
@@ -59,6 +63,13 @@ class Source(Protocol):
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Announce the (name, begin, end) of all reads, in their order, so that the source can prefetch them."""
+
+    def blob(self, name: str, *, trusted: bool = False) -> Any:
+        """The object of that name, one of `blobs`.
+
+        Raises ConfigError: it is damaged, or it has a class that is only loaded with `trusted`, which runs code that
+        the folder names.
+        """
 
     def close(self) -> None:
         """Close all files. Idempotent."""
@@ -71,10 +82,17 @@ class OpenCheckpoint:
     folder: Path
     source: Source
     state: dict[str, Any]  # The common state of all ranks.
-    # `client_state`, `lr_scheduler`; ours may have `extra_states`. True: of any class, which runs code of the folder.
-    client: Callable[[bool], dict[str, Any]]
-    rank_state: Callable[[int], dict[str, Any] | None]  # The state of one rank; None if there was no such rank.
     tag: str = ""  # Only of our own checkpoints.
+
+    def client(self, trusted: bool) -> dict[str, Any]:
+        """`client_state` and `lr_scheduler`; ours may have `extra_states`. Raises as `Source.blob`."""
+        client: dict[str, Any] = self.source.blob(CLIENT, trusted=trusted)
+        return client
+
+    def rank_state(self, rank: int) -> dict[str, Any] | None:
+        """The state of one rank; None if there was no such rank."""
+        name = f"{RANK}.{rank}"
+        return self.source.blob(name) if name in self.source.blobs else None
 
     def close(self) -> None:
         """Close all files. Idempotent."""
@@ -157,12 +175,7 @@ class FolderSource:
         self._reader.prefetch(boxes)
 
     def blob(self, name: str, *, trusted: bool = False) -> Any:
-        """The object that was saved with torch.save under `name`.
-
-        Raises ConfigError: there is none, it is damaged, or it has a class that is only loaded with `trusted`.
-
-        `name`: one of `blobs`; `trusted`: objects of any class may be made, which runs code that the file names.
-        """
+        """The object that was saved with torch.save under `name`. Raises ConfigError: there is none, too."""
         if name not in self._blobs:
             raise ConfigError(f"{self.folder}: the checkpoint has no {name!r}; it has {', '.join(sorted(self._blobs))}")
         with report_read_errors(self.folder):

@@ -357,3 +357,18 @@ def test_param_groups_of_the_engine_may_list_frozen_parameters(kind: str, tmp_pa
         engine.load_checkpoint(tag.parent)
         for name in TRAINED:
             assert torch.equal(engine.full_state(name)["exp_avg"], held[f"optim.state.{name}.exp_avg"]), name
+
+
+@pytest.mark.parametrize("groups", [[["weight", "scalar"]], None], ids=["named", "by value"])
+def test_a_scalar_of_a_flat_group_has_its_shape(tmp_path: Path, groups: list[list[str]] | None) -> None:
+    flat = torch.tensor([1.5, 2.5, 3.5])
+    module = {"weight": flat[:2].bfloat16(), "scalar": flat[2].bfloat16()}
+    state = {0: {"step": 2, "exp_avg": flat + 1, "exp_avg_sq": flat + 2}}
+    optimizer = {"optimizer_state_dict": {"state": state, "param_groups": [{"params": [0], "betas": (0.9, 0.99)}]}}
+    counts = {"buffer_names": [], "global_steps": 2, "skipped_steps": 0}
+    saved = {"module": module, "optimizer": {**optimizer, "fp32_groups_flat": [flat]}, **counts}
+    torch.save(saved, tmp_path / "mp_rank_00_model_states.pt")
+    source = open_deepspeed_folder(tmp_path, groups).source
+    assert source.tensors["model.scalar"].shape == source.tensors["optim.state.scalar.exp_avg"].shape == torch.Size()
+    assert source.read("model.scalar", 0, 1).item() == 3.5
+    assert source.read("optim.state.scalar.exp_avg", 0, 1).item() == 4.5

@@ -10,8 +10,7 @@ import torch
 from deepspeed_run import EXPECTED, EXPORTED, MOMENTS, Run, make, why_not
 from safetensors.torch import load_file
 
-from zero.checkpoint.deepspeed import open_deepspeed_folder
-from zero.checkpoint.deepspeed_files import is_deepspeed_folder
+from zero.checkpoint.deepspeed import is_deepspeed_folder, open_deepspeed_folder
 
 HOST: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 DISK: dict[str, Any] = {"offload_optimizer": {"device": "nvme"}}

@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 
 import offload.files.torch_file
 from offload.errors import ConfigError, StorageError
-from zero.checkpoint.deepspeed import open_deepspeed_folder
-from zero.checkpoint.deepspeed_files import is_deepspeed_folder
+from zero.checkpoint.deepspeed import is_deepspeed_folder, open_deepspeed_folder
 from zero.checkpoint.source import OpenCheckpoint
 
 EXPECTED = {stage: load_file(SAMPLES / stage / "expected.safetensors") for stage in STAGES}

@@ -69,7 +69,7 @@ class InMemory:
 def held(values: Values | InMemory, state: dict[str, Any]) -> OpenCheckpoint:
     """A checkpoint of these values."""
     source = values if isinstance(values, InMemory) else InMemory(values)
-    return OpenCheckpoint(Path(), source, state, dict, lambda rank: None)
+    return OpenCheckpoint(Path(), source, state)
 
 
 def files_of(folder: Path) -> Values:
