@@ -1,21 +1,19 @@
 """Safetensors files, read by range: only the requested part of a checkpoint is in memory.
 
-The format (https://github.com/huggingface/safetensors): 8 bytes of header length, little-endian, a JSON header
-`name -> {dtype, shape, data_offsets}`, then the tensors' bytes, offsets counted from the end of the header.
+The library checks a file and says what is in it. Values are read with system calls, not through its mapping: an error
+of the disk is then an exception and not a signal, and no page of the file stays in memory.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from offload.disk.init_file import read_tensor
 from offload.errors import ConfigError
@@ -41,7 +39,6 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-HEADER_BYTES_MAX = 100 << 20  # The reference implementation refuses longer ones too.
 SHARD = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")
 REREAD = "download or copy the file again"
 
@@ -85,52 +82,26 @@ class SafetensorsFile:
 
     def _read_header(self) -> dict[str, Entry]:
         file_bytes = os.fstat(self._fd).st_size
-        length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
-        if file_bytes < 8 or not 2 <= length <= min(HEADER_BYTES_MAX, file_bytes - 8):
-            raise ConfigError(
-                f"{self.path}: not a safetensors file, or truncated: expected a header of {length:,} bytes, got "
-                f"{max(file_bytes - 8, 0):,} bytes after the first 8; {REREAD}"
-            )
         try:
-            header = json.loads(os.pread(self._fd, length, 8))
-        except ValueError as error:
-            raise ConfigError(f"{self.path}: its header is not valid JSON ({error}); {REREAD}") from error
-        try:
-            header.pop("__metadata__", None)
-            entries = {name: self._entry(name, fields, 8 + length, file_bytes) for name, fields in header.items()}
-        except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
+            with safe_open(self.path, framework="pt") as file:
+                parts = {name: file.get_slice(name) for name in file.offset_keys()}
+                found = {name: (part.get_dtype(), torch.Size(part.get_shape())) for name, part in parts.items()}
+        except SafetensorError as error:
             raise ConfigError(
-                f"{self.path}: its header is JSON, but not of safetensors ({error!r}); {REREAD}"
+                f"{self.path}: {file_bytes:,} bytes that are not a safetensors file, or a truncated one ({error}); "
+                f"{REREAD}"
             ) from error
-        position = 0
-        # of tensors at one place the empty ones are first
-        for begin, nbytes, name in sorted((entry.offset_bytes, entry.nbytes, name) for name, entry in entries.items()):
-            if begin < position:
-                raise ConfigError(f"{name} in {self.path}: its bytes are also those of another tensor; {REREAD}")
-            position = begin + nbytes
-        return entries
-
-    def _entry(self, name: str, fields: dict[str, Any], origin: int, file_bytes: int) -> Entry:
-        if fields["dtype"] not in DTYPES:
+        unknown = next((name for name, (dtype, _) in found.items() if dtype not in DTYPES), None)
+        if unknown is not None:
             raise ConfigError(
-                f"{name} in {self.path}: dtype {fields['dtype']} is unknown; expected one of {', '.join(DTYPES)}"
+                f"{unknown} in {self.path}: dtype {found[unknown][0]} is unknown; expected one of {', '.join(DTYPES)}"
             )
-        dtype, shape = DTYPES[fields["dtype"]], torch.Size(fields["shape"])
-        begin, end = fields["data_offsets"]
-        expected_bytes = math.prod(shape) * dtype.itemsize
-        if begin < 0 or min(shape, default=0) < 0 or end - begin != expected_bytes:
-            raise ConfigError(
-                f"{name} in {self.path}: shape {tuple(shape)} of {dtype} takes {expected_bytes:,} bytes, but its "
-                f"place in the file has {end - begin:,}; {REREAD}"
-            )
-        if origin + end > file_bytes:
-            raise ConfigError(
-                f"{name} in {self.path}: the file is truncated: expected at least {origin + end:,} bytes, got "
-                f"{file_bytes:,}; {REREAD}"
-            )
-        return Entry(dtype, shape, origin + begin)
+        # The library takes only files whose tensors follow each other without gaps to the end.
+        entries, end = {}, file_bytes
+        for name, (dtype, shape) in reversed(found.items()):
+            end -= shape.numel() * DTYPES[dtype].itemsize
+            entries[name] = Entry(DTYPES[dtype], shape, end)
+        return dict(reversed(entries.items()))
 
 
 def open_checkpoint(folder: Path) -> dict[str, SafetensorsFile]:

@@ -291,5 +291,5 @@ def test_empty_tensors_may_stand_anywhere_in_the_header(tmp_path: Path) -> None:
     for name, offsets in (("between", [4, 4]), ("last", [4, 8])):  # an empty tensor within another, and an overlap
         header = json.dumps(entries | {name: {**entries[name], "data_offsets": offsets}}).encode()
         path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(12))
-        with pytest.raises(ConfigError, match="its bytes are also those of another tensor"):
+        with pytest.raises(ConfigError, match="invalid offset"):
             SafetensorsFile(path)

@@ -258,31 +258,30 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     whole = file.read_bytes()
     file.write_bytes(whole[:-100])
     text = refusal()
-    assert "truncated" in text and f"{len(whole):,}" in text and f"{len(whole) - 100:,}" in text and str(file) in text
-    assert text.startswith("position in "), "the last tensor in the file"
+    assert "truncated" in text and f"{len(whole) - 100:,} bytes" in text and str(file) in text
     file.write_bytes(whole[:50])
     assert "truncated" in refusal()
     file.write_bytes(b"")
     assert "not a safetensors file" in refusal()
     file.write_bytes(struct.pack("<Q", 4) + b"abcd")
-    assert "not valid JSON" in refusal()
+    assert "invalid JSON in header" in refusal()
     file.write_bytes(whole)
-    rewrite_header(file, lambda header: header["norm.weight"].update(dtype="F12"))
-    assert "norm.weight" in refusal() and "F12" in refusal() and "BF16" in refusal()
-    file.write_bytes(whole)
-    rewrite_header(file, lambda header: header["norm.weight"].update(shape=[33]))
-    assert "(33,)" in refusal() and "132" in refusal() and "128" in refusal()
-    file.write_bytes(whole)
-    rewrite_header(file, lambda header: header["norm.weight"].update(data_offsets=[-128, 0]))
-    assert "norm.weight" in refusal()
-    for name, change in {"list": lambda entry: [], "bare": lambda entry: entry.pop("dtype")}.items():
+    rewrite_header(file, lambda header: header["norm.weight"].update(dtype="F8_E8M0", shape=[128]))
+    assert "norm.weight" in refusal() and "F8_E8M0" in refusal() and "BF16" in refusal()
+    for change in (
+        lambda entry: entry | {"dtype": "F12"},
+        lambda entry: entry | {"shape": [33]},
+        lambda entry: entry | {"data_offsets": [-128, 0]},
+        lambda entry: [],
+        lambda entry: {key: value for key, value in entry.items() if key != "dtype"},
+    ):
         file.write_bytes(whole)
         rewrite_header(
             file, lambda header, change=change: header.update({"norm.weight": change(header["norm.weight"])})
         )
-        assert "not of safetensors" in refusal() and str(file) in refusal(), name
+        assert "not a safetensors file" in refusal() and str(file) in refusal()
     file.write_bytes(struct.pack("<Q", 2) + b"[]")
-    assert "not of safetensors" in refusal()
+    assert "not a safetensors file" in refusal()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}'])
