@@ -22,7 +22,7 @@ from torch import Tensor
 import offload.io_loop
 from offload.system.worker import Worker
 from zero.checkpoint import load
-from zero.checkpoint.background import BackgroundSave
+from zero.checkpoint.save import BackgroundSave
 from zero.exchange.shared_memory import SharedMemoryCollectives
 from zero.optim.stepper import StepState
 from zero.ranks.comm import Comm

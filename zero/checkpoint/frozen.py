@@ -15,8 +15,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from offload.errors import ConfigError, StorageError
 from offload.files.durable import Files
 from offload.kernels.checksums import combine
@@ -51,7 +49,7 @@ class FrozenPart:
 
 def frozen_extents(parts: EngineParts, indices: frozenset[int] | None = None) -> Extents:
     selected = frozenset(range(len(parts.leaves))) - parts.trained_indices if indices is None else indices
-    extents = Extents(parts, (), selected.__contains__)
+    extents = Extents(parts, (), selected)
     extents.finish()
     return extents
 
@@ -71,10 +69,7 @@ def frozen_sums(parts: EngineParts, earlier: Sums | None = None) -> dict[str, tu
         return dict(earlier)
     extents = frozen_extents(parts, indices)
 
-    async def forget(offset: int, data: torch.Tensor) -> None:
-        """Store nothing: only the checksums are needed."""
-
-    writer = ExtentWriter(parts, forget)
+    writer = ExtentWriter(parts)
     try:
         parts.storage.io_loop.run("summing weights that are not trained", writer.write_all(extents.extents))
     finally:

@@ -6,8 +6,9 @@ its own arrays, so the stage, the tier and the number of ranks of the job that s
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,13 +25,11 @@ from zero.assembly.engine_parts import EngineParts
 from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.run import Run
 from zero.checkpoint.accumulated_gradients import check_accumulated, load_accumulated
-from zero.checkpoint.background import CheckpointState
 from zero.checkpoint.dcp_format import MODEL, OPTIMIZER, PIECE_NUMEL, STEP, short_boxes, state_name
 from zero.checkpoint.export import round_to_bf16
 from zero.checkpoint.folder import check_folder_argument, open_checkpoint
 from zero.checkpoint.frozen import check_reference, frozen_sums
-from zero.checkpoint.pipeline_stages import select_stage_state
-from zero.checkpoint.save_checkpoints import SaveCheckpoints
+from zero.checkpoint.save import CheckpointState, SaveCheckpoints
 from zero.checkpoint.source import VALID_READS, OpenCheckpoint, Source, TensorInfo
 from zero.exchange.all_ranks import AllRanks
 from zero.optim.averages import EMA
@@ -424,7 +423,7 @@ class LoadCheckpoints:
     ) -> _LoadedObjects:
         parts, updater = self._run.parts, self._run.updater if states else None
         with report_read_errors(opened.folder):
-            other_stage_names, state = select_stage_state(opened.state, parts)
+            other_stage_names, state = _select_stage_state(opened.state, parts)
 
         def check() -> _CheckedLoad:
             left_out = not state["has_frozen"]
@@ -535,6 +534,25 @@ class LoadCheckpoints:
                 f"{then} micro-batches: expected gradient_accumulation_steps {then}, got {now}; load it with {then} "
                 "and change the number after step(), save after step(), or pass load_module_only=True"
             )
+
+
+def _select_stage_state(state: dict[str, Any], parts: EngineParts) -> tuple[frozenset[str], dict[str, Any]]:
+    """(names of parameters and buffers of all stages, this stage's part of the common state). All ranks call this."""
+    if not parts.collectives.is_pipeline_stage:
+        return frozenset(), state
+    own = {name for leaf in parts.leaves for name in leaf.names}
+    own_names = [*own, *persistent_buffers(parts.model)]
+    answers = parts.collectives.world.all_gather_bytes("names of all stages", json.dumps(own_names).encode())
+    names = frozenset(name for answer in answers for name in json.loads(answer))
+    own_groups = [{**group, "params": [name for name in group["params"] if name in own]} for group in state["groups"]]
+    for groups in state.get("stage_groups", ()):  # groups of a number may have other options on other stages
+        if _parameter_names(groups) == _parameter_names(own_groups):
+            return names, {**state, "groups": groups}
+    return names, {**state, "groups": own_groups}
+
+
+def _parameter_names(groups: Iterable[Mapping[str, Any]]) -> set[str]:
+    return {name for group in groups for name in group["params"]}
 
 
 def _restore_run_state(

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+from typing_extensions import override
 
 from offload.disk.aio import Aio, AioOptions, open_aio
 from offload.errors import ConfigError, StateError
@@ -92,11 +93,11 @@ class Extent:
 class Extents:
     """All extents that this rank writes.
 
-    `groups`: sub-groups of the plan. `is_wanted`: called with a parameter's index: False leaves it out.
+    `groups`: sub-groups of the plan. `indices`: of the parameters that are written.
     """
 
-    def __init__(self, parts: EngineParts, groups: Sequence[SubGroup], is_wanted: Callable[[int], bool]) -> None:
-        self._layout, self._leaves, self._is_wanted = parts.layout, parts.leaves, is_wanted
+    def __init__(self, parts: EngineParts, groups: Sequence[SubGroup], indices: Collection[int]) -> None:
+        self._layout, self._leaves, self._indices = parts.layout, parts.leaves, indices
         self._states, placement = parts.plan.states_of, parts.collectives.placement
         with torch._C.DisableTorchFunctionSubclass():
             self._shapes = [tuple(leaf.parameter.shape) for leaf in parts.leaves]
@@ -147,7 +148,7 @@ class Extents:
                 yield None, [part for slot in unit.slots for part in self._slot_boxes(unit, slot, unit.begin, unit.end)]
 
     def _slot_boxes(self, unit: Unit, slot: Slot, begin: int, end: int) -> Iterator[BoxToWrite]:
-        if not self._is_wanted(slot.index):
+        if slot.index not in self._indices:
             return
         lo, hi = unit.shard_range(slot)
         lo, hi = max(lo, begin), min(hi, end)
@@ -167,23 +168,18 @@ class Extents:
 
 
 class ExtentWriter:
-    """Encodes extents, in any order; it runs on the storage's I/O loop.
+    """Encodes extents, in any order, on the storage's I/O loop. It stores nothing: only the checksums are kept.
 
-    Args:
-        store: called with (offset in the file, bytes) of each run; the bytes may be reused when it returns.
-        register: see `BlockPool`.
+    `register`: see `BlockPool`.
 
     Attributes:
         checksums: payload's offset in the file -> (bytes, CRC-32C), for everything encoded so far.
     """
 
     def __init__(
-        self,
-        parts: EngineParts,
-        store: Callable[[int, torch.Tensor], Awaitable[None]],
-        register: Callable[[torch.Tensor], Callable[[], None]] | None = None,
+        self, parts: EngineParts, register: Callable[[torch.Tensor], Callable[[], None]] | None = None
     ) -> None:
-        self._layout, self._storage, self._store_bytes = parts.layout, parts.storage, store
+        self._layout, self._storage = parts.layout, parts.storage
         self._pool = BlockPool(
             "checkpoint", POOL_BLOCKS * RUN_BYTES, "nothing: it is fixed", torch.device("cpu"), register=register
         )
@@ -231,7 +227,11 @@ class ExtentWriter:
         finally:
             staged.free()
 
+    async def store(self, offset: int, data: torch.Tensor) -> None:
+        """Store a run's bytes; they may be reused when this returns. Raises StorageError."""
+
     def close(self) -> None:
+        """Free the memory."""
         self._encoders.close()
         self._pool.close()
 
@@ -278,7 +278,7 @@ class ExtentWriter:
 
     async def _store(self, run: PackedRun[BoxToWrite], block: Block) -> None:
         try:
-            await self._store_bytes(run.offset, block.data)
+            await self.store(run.offset, block.data)
         finally:
             block.free()
 
@@ -340,32 +340,32 @@ def failure_file_name(rank: int) -> str:
     return f".failed-{rank}"
 
 
-def plan_extents(parts: EngineParts, is_wanted: Callable[[int], bool], optimizer: ZeroOptimizer | None) -> Extents:
+def plan_extents(parts: EngineParts, indices: Collection[int], optimizer: ZeroOptimizer | None) -> Extents:
     """The extents that this rank writes: its part of the arrays; on the first rank also buffers and step counts.
 
-    `is_wanted`: selects parameters, by index.
+    `indices`: of the parameters that are written.
     `optimizer`: has the numbers of the states; None: all are 0. If it keeps small states, no update may be pending.
     """
-    extents, placement = Extents(parts, parts.plan.sub_groups, is_wanted), parts.collectives.placement
+    extents, placement = Extents(parts, parts.plan.sub_groups, indices), parts.collectives.placement
     if placement.rank == 0:
         for name, buffer in persistent_buffers(parts.model).items():
             if parts.collectives.world.is_saved_here(name):
                 extents.add(MODEL + name, buffer.detach().to("cpu", copy=True))
         trained = parts.trained_indices
         for leaf in parts.leaves:
-            if leaf.index in trained and is_wanted(leaf.index):
+            if leaf.index in trained and leaf.index in indices:
                 numbers = {STEP: Scalar(0)} if optimizer is None else optimizer.saved_numbers(id(leaf.parameter))
                 for kind, number in numbers.items():
                     extents.add(state_name(leaf.names[0], kind), number.to_tensor())
     if optimizer is not None and placement.rank == placement.replica_ranks[0]:
-        names = {id(leaf.parameter): leaf.names[0] for leaf in parts.leaves if is_wanted(leaf.index)}
+        names = {id(leaf.parameter): leaf.names[0] for leaf in parts.leaves if leaf.index in indices}
         for name, states_of_parameter in parts.small_states(names).items():
             for kind, value in states_of_parameter.items():
                 extents.add(state_name(name, kind), value)
     return extents
 
 
-class RankDataFile:
+class RankDataFile(ExtentWriter):
     """One rank's data file while it is written. Raises StorageError: the disk has no room; nothing is left.
 
     `extents`: the extents to write, after `Extents.finish`. `folder`: of the unfinished checkpoint.
@@ -376,25 +376,25 @@ class RankDataFile:
         self._folder = folder
         self._rank = rank
         self._files = files
-        self._io_loop = parts.storage.io_loop
         self._write_future: IoFuture[None] | None = None
         with ExitStack() as undo:
             self.file: DurableFile = files.create(folder / data_file_name(rank), extents.nbytes)
             undo.callback(self.file.close)
             self._aio: Aio = open_aio(AioOptions())
             undo.callback(self._aio.close)
-            self.writer = ExtentWriter(parts, self._store, self._aio.register_memory)
+            super().__init__(parts, self._aio.register_memory)
             undo.pop_all()
 
-    async def _store(self, offset: int, data: torch.Tensor) -> None:
+    @override
+    async def store(self, offset: int, data: torch.Tensor) -> None:
         await self._aio.write(self.file.fd, offset, data, str(self.file.path), "checkpoint")
-        self._io_loop.note_progress()
+        self._storage.io_loop.note_progress()
         self._files.on_write(self.file, offset, data)
 
-    def write(self) -> None:
-        """Write everything and sync it. Raises StorageError."""
-        job = self.writer.write_all(self.extents)
-        self._write_future = self._io_loop.submit("writing a checkpoint", job, self.in_flight)
+    def write_everything(self) -> None:
+        """Write all extents and sync the file. Raises StorageError."""
+        job = self.write_all(self.extents)
+        self._write_future = self._storage.io_loop.submit("writing a checkpoint", job, self.in_flight)
         self._write_future.result()
         self.finish()
 
@@ -406,24 +406,25 @@ class RankDataFile:
         self.file.sync()
         # Before the list is written: with the list the first rank continues.
         self.stamp = self._files.stamp(self._folder / data_file_name(self._rank))
-        boxes = list(file_boxes(self.extents, self.writer.checksums))
+        boxes = list(file_boxes(self.extents, self.checksums))
         self._files.write_bytes(self._folder / list_file_name(self._rank), json.dumps([self.file.nbytes, boxes]))
 
-    def close(self) -> None:
-        """Close the file and free the memory. If an interrupt has ended `write`, wait for writes in flight first."""
-        self.writer.is_stopped = True
+    def wait_and_close(self) -> None:
+        """`close` on the I/O loop. If an interrupt has ended `write_everything`, wait for writes in flight first."""
+        self.is_stopped = True
         if self._write_future is not None:
             self._write_future.wait()
 
         async def close() -> None:
-            self.close_on_loop()
+            self.close()
 
-        self._io_loop.run("closing a checkpoint", close())
+        self._storage.io_loop.run("closing a checkpoint", close())
 
-    def close_on_loop(self) -> None:
-        """`close`, on the I/O loop. Idempotent."""
+    @override
+    def close(self) -> None:
+        """Close the file and free the memory; on the I/O loop. Idempotent."""
         self._aio.close()
-        self.writer.close()
+        super().close()
         self.file.close()
 
 

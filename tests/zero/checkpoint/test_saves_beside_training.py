@@ -42,7 +42,7 @@ from offload.disk.aio import AioOptions, open_aio
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.containers import container
 from offload.files.durable import Files
-from zero.checkpoint import background, rank_data_file
+from zero.checkpoint import rank_data_file, save
 from zero.checkpoint.folder import CheckpointFolder
 from zero.exchange.all_ranks import FAILED
 from zero.exchange.collectives import SingleRankCollectives
@@ -305,8 +305,8 @@ class SlowRank:
 
 
 def test_the_first_rank_waits_for_one_that_is_slow_as_long_as_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(background, "PEER_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(save, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(save, "PEER_TIMEOUT_SECONDS", 0.5)
     slow = SlowRank(writes=50, pause=3)
     complete(slow)
     assert slow.complete
