@@ -20,7 +20,7 @@ from torch import nn
 
 import zero
 from benchmarks.common import Report, measure, parser
-from offload.files.snapshot_list import remove_snapshot
+from offload.files.snapshot_files import remove_snapshot
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 

@@ -473,7 +473,7 @@ def stranded_in(plane: Any) -> list[tuple[int, int]]:
 
 def put_snapshot_files(engine: Any, files: Any) -> None:
     """Write manifests through this `Files` from now on."""
-    engine.run.parts.snapshots._files._disk = files
+    engine.run.parts.snapshots.files._disk = files
 
 
 def snapshots_were_void(engine: Any) -> bool:

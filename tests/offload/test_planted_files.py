@@ -10,8 +10,7 @@ import pytest
 
 from offload.errors import ConfigError, StorageError
 from offload.files.durable import Files
-from offload.files.snapshot_files import SnapshotFiles
-from offload.files.snapshot_list import list_snapshots, remove_snapshot
+from offload.files.snapshot_files import SnapshotFiles, list_snapshots, remove_snapshot
 from offload.files.trace_events import write_trace
 from zero.config.logging_block import CsvMonitor
 from zero.reports.monitors import CsvFiles

@@ -144,7 +144,6 @@ class EngineParts:
         _warn_of_range(self.leaves, trainable, config)
         leave_note("plan", self.plan.facts(run.device))
         self.snapshots = open_snapshots(config, self.layout, self.plan, collectives)
-        named = self.snapshots.open_swap if self.snapshots else None
         try:
             coming = pending_free_bytes(leaf.parameter for leaf in self.leaves) if previous is None else {}
             self.storage = Storage(
@@ -153,7 +152,7 @@ class EngineParts:
                 config,
                 run.device,
                 collectives.memory,
-                named,
+                None if self.snapshots is None else self.snapshots.files,
                 pending_free_bytes=coming,
                 allocate_shards=collectives.allocate_shards,
             )

@@ -8,7 +8,7 @@ import time
 
 from offload.errors import ZeroInfinityError
 from zero.assembly.run import Run
-from zero.snapshots.snapshot_state import capture_state
+from zero.snapshots.run_state import CapturedState
 from zero.snapshots.snapshots import Snapshots
 
 logger = logging.getLogger("zero")
@@ -27,7 +27,7 @@ class StepSnapshots:
     def begin_snapshot(self, snapshots: Snapshots) -> None:
         """Begin a snapshot of the last step."""
         run = self._run
-        snapshots.begin_snapshot(run.global_steps, capture_state(run, run.parts.stepper.norm))
+        snapshots.begin_snapshot(run.global_steps, CapturedState(run, run.parts.stepper.norm))
 
     def commit_last(self) -> None:
         """Commit when the engine closes, but not while an error is raised or handled.

@@ -10,7 +10,7 @@ from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.run import Run
 from zero.exchange.all_ranks import AllRanks
 from zero.reports.log import NOTICE
-from zero.snapshots.snapshot_state import check_state, restore_state
+from zero.snapshots.run_state import check_state, restore_state
 from zero.snapshots.snapshots import Snapshots
 
 logger = logging.getLogger("zero")

@@ -24,6 +24,7 @@ from offload.kernels.threads import kernel_threads, update_threads
 from offload.planes.tiered_array import Home, TieredArray
 from offload.streams import shares_host_memory
 from zero.config import Config
+from zero.exchange.collectives import SingleRankCollectives
 from zero.optim.gradients import Gradients, StepGradient
 from zero.optim.pending_updates import PendingUpdates
 from zero.optim.rules import Rule, Rules, UpdateRun
@@ -135,7 +136,7 @@ class ParameterStates:
         }
         due = [group for group in self.plan.sub_groups if self._pipeline.trained_units(group, arguments)]
         arguments = replace(arguments, event=self.storage.streams.record_event())
-        updates = PendingUpdates(self.layout, self.storage, self._pipeline, self._threads, is_single_rank=True)
+        updates = PendingUpdates(self.layout, self.storage, self._pipeline, SingleRankCollectives(), self._threads)
         updates.begin_step(arguments, due)
         return UnfinishedStep(updates, step_gradients)
 

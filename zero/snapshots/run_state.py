@@ -3,7 +3,7 @@
 [Note: three parts] The state that is common to all ranks; the state of each rank; and objects of users and schedulers,
 which may be any picklable objects. The first two consist of types that torch.load(weights_only=True) accepts: other
 objects in a rank's state are packed. Objects that torch's weights-only loader refuses are made only where a user
-allows it (`checkpoint.allow_pickle`).
+allows it (`checkpoint.allow_pickle`). A snapshot has the state of its rank alone, in one archive.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ import numpy as np
 import torch
 
 from offload.accelerator import compute_device, is_accelerator, rng_state, set_rng_state
-from offload.archives import pack_any, unpack_any
+from offload.archives import bytes_tensor, make_archive, pack_any, read_archive, unpack_any
 from offload.errors import ConfigError
 from offload.system.regular_files import report_read_errors
 from zero.activations.rng_tracker import get_cuda_rng_tracker
 from zero.optim.optimizer import ZeroOptimizer, check_flags
-from zero.params.buffers import extra_states, persistent_buffers
+from zero.params.buffers import extra_states, pack_extra_states, persistent_buffers, set_extra_states
 
 if TYPE_CHECKING:
     from zero.assembly.run import Run
 
 logger = logging.getLogger("zero")
+
+OTHER_STATE, SMALL = "rest", "small states"
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 def common_state(engine: Run) -> dict[str, Any]:
@@ -248,3 +251,94 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_to_plain(item) for item in value]
     return repr(value)
+
+
+# ---- snapshots --------------------------------------------------------------------------------------
+
+
+class CapturedState:
+    """The state of a run at one step, in the form that `restore_state` takes. `norm`: of the step's gradients."""
+
+    def __init__(self, run: Run, norm: float | None) -> None:
+        names = run.parts.names
+        state: dict[str, Any] = {
+            "counters": {name: getattr(run, name) for name in COUNTERS},
+            "loss_scaler": run.scaler.state_dict(),
+            "norm": norm,
+            "groups": [],
+            "step_counts": {},
+            "numbers": {},
+            "rank": rank_state(run, None),
+            "buffers": {name: buffer.detach().cpu() for name, buffer in run.module.named_buffers()},
+        }
+        if (optimizer := run.updater) is not None:
+            state["groups"] = param_groups_state(optimizer, names)
+            state["step_counts"] = {names[key]: count for key, count in optimizer.step_counts.items() if key in names}
+            for key in optimizer.progress.keys() & names.keys():  # not of Adam: a tensor for each parameter takes time
+                numbers = optimizer.saved_numbers(key)
+                state["numbers"][names[key]] = {what: number.to_tensor() for what, number in numbers.items()}
+        if hasattr(run.lr_scheduler, "state_dict"):
+            state["lr_scheduler"] = pack_any(run.lr_scheduler.state_dict())
+        if (extra := pack_extra_states(run.module, "snapshot")) is not None:
+            state["extra_states"] = extra
+        self._run, self._names, self._archive = run, names, make_archive(state)
+
+    def to_bytes(self) -> bytes:
+        """With the small states as they are now: call it after the step's updates."""
+        small = self._run.parts.small_states(self._names)
+        if not small:
+            return self._archive
+        return make_archive({OTHER_STATE: bytes_tensor(self._archive), SMALL: small})
+
+
+def check_state(run: Run, data: bytes) -> None:
+    """Raise ConfigError if the param groups are not those that `CapturedState` has saved, or an object is refused."""
+    state = _read_state(data)[0]
+    if run.updater is not None:
+        check_groups(run.updater, state["groups"], run.parts.names, "load_snapshot", "the snapshot")
+    _unpack_objects(run, state)
+
+
+def _unpack_objects(run: Run, state: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The states of the scheduler and of modules, and the position in the data, which may be of any class."""
+    trusted = run.config.checkpoint.allow_pickle
+    scheduler = unpack_any(state.get("lr_scheduler"), "the state of the scheduler in a snapshot", trusted=trusted)
+    extra = unpack_any(state.get("extra_states", {}), "the extra states of modules in a snapshot", trusted=trusted)
+    return scheduler, extra, data_position(state["rank"], trusted=trusted)
+
+
+def _read_state(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(everything else, small states) from the bytes of a `CapturedState`."""
+    state = read_archive(data, "the state of a snapshot")
+    if OTHER_STATE in state:
+        return read_archive(state[OTHER_STATE], "the state of a snapshot"), state[SMALL]
+    return state, {}
+
+
+def restore_state(run: Run, data: bytes) -> float | None:
+    """Restore the state of a `CapturedState`, after `check_state`; returns the norm of the last step's gradients."""
+    state, small = _read_state(data)
+    scheduler, extra, position = _unpack_objects(run, state)
+    names = run.parts.names
+    restore_counters(run, state["counters"])
+    run.scaler.load_state_dict(state.get("loss_scaler"))
+    if (optimizer := run.updater) is not None:
+        restore_groups(optimizer, state["groups"])
+        for key, name in names.items():
+            optimizer.forget_parameter(key)
+            if name in state["numbers"]:
+                optimizer.set_numbers(key, state["numbers"][name])
+            elif name in state["step_counts"]:
+                optimizer.step_counts[key] = state["step_counts"][name]
+        optimizer.load_small(small, names)
+    if "lr_scheduler" in state and hasattr(run.lr_scheduler, "load_state_dict"):
+        run.lr_scheduler.load_state_dict(scheduler)
+    buffers = dict(run.module.named_buffers())
+    with torch.no_grad():
+        for name, value in state["buffers"].items():
+            if name in buffers:
+                buffers[name].copy_(value)
+    set_extra_states(run.module, extra)
+    restore_rank(run, state["rank"], position, own=True)
+    norm: float | None = state["norm"]
+    return norm

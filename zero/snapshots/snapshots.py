@@ -20,14 +20,14 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from offload.errors import ConfigError, StateError, StorageError
-from offload.files.snapshot_files import Manifest, SnapshotFiles, SnapshotSwap
+from offload.files.snapshot_files import Manifest, SnapshotFiles
 from offload.planes.two_slots import TwoSlotArray
 from offload.system.regular_files import report_read_errors
 from zero.config import Config
@@ -37,6 +37,7 @@ from zero.exchange.collectives import Collectives
 from zero.params.layout import AddressSpace, Layout
 from zero.plan.plan import Plan
 from zero.plan.sub_group_state import ADAM_STATES
+from zero.snapshots.run_state import CapturedState
 from zero.store.storage import Storage
 
 logger = logging.getLogger("zero")
@@ -50,7 +51,7 @@ class PendingSnapshot:
     """A snapshot of a step whose updates are not all stored yet."""
 
     step: int
-    state: Callable[[], bytes]
+    state: CapturedState
     is_persistent_written: bool = False  # Values that are always on the device are written.
     is_memory_written: bool = False  # All values that live in memory are written.
     is_void: bool = False
@@ -66,6 +67,7 @@ class Snapshots:
     """The snapshots of one engine.
 
     Args:
+        files: this rank's part.
         every: number of steps from one snapshot to the next.
         facts: description of the layout; a later engine compares it with its own.
         previous: the committed snapshot of an earlier engine, with this layout.
@@ -83,7 +85,7 @@ class Snapshots:
         facts: dict[str, Any],
         previous: Manifest | None,
     ) -> None:
-        self._files = files
+        self.files = files
         self._every = every
         self._collectives = collectives
         self._facts = facts
@@ -100,11 +102,6 @@ class Snapshots:
         self._has_unsynced_writes = False  # The last sync has failed.
         self.seconds = 0.0  # Spent on snapshots so far, on the training thread.
 
-    def open_swap(self, capacity_bytes: int, speeds: Sequence[float] | None) -> SnapshotSwap:
-        """The swap space in the snapshot's files; see `zero.store.storage.OpenSnapshot`."""
-        geometry = None if self._previous is None else self._previous.body["stripes"]
-        return SnapshotSwap(self._files, capacity_bytes, speeds, geometry)
-
     def attach_storage(self, storage: Storage) -> None:
         """Take the new, empty storage. If there is an earlier snapshot, its slots are only read from here on."""
         self._storage = storage
@@ -114,7 +111,7 @@ class Snapshots:
 
     def close(self) -> None:
         """Close the files, if no storage was made that does so."""
-        self._files.close()
+        self.files.close()
 
     def is_due(self, step: int) -> bool:
         return self._is_overdue or step % self._every == 0
@@ -124,8 +121,8 @@ class Snapshots:
         """True when the pending snapshot is to be committed inside its step."""
         return self.pending is not None and self._in_step_left > 0
 
-    def begin_snapshot(self, step: int, state: Callable[[], bytes]) -> None:
-        """A step is fixed, and its weights are not in use yet. `state`: makes the other state, after the updates."""
+    def begin_snapshot(self, step: int, state: CapturedState) -> None:
+        """A step is fixed, and its weights are not in use yet."""
         self.pending = PendingSnapshot(step, state)
 
     def invalidate(self) -> None:
@@ -182,12 +179,12 @@ class Snapshots:
         body = {
             "step": pending.step,
             "facts": self._facts,
-            "folders": [str(folder) for folder in self._files.folders],
+            "folders": [str(folder) for folder in self.files.folders],
             "stripes": [list(geometry.counts), geometry.stripe_bytes],
             "slots": [array.slots for array in storage.snapshot_arrays],
             "block_checksums": [array.checksums for array in storage.snapshot_arrays],
         }
-        self._files.write_manifest(self._number + 1, body, pending.state())
+        self.files.write_manifest(self._number + 1, body, pending.state.to_bytes())
 
     def _agree_on(self, what: str, failure: StorageError | None, pending: PendingSnapshot) -> bool:
         """Wait for the other ranks. Returns False if the snapshot is void on some rank.
@@ -225,7 +222,7 @@ class Snapshots:
         failure = None
         if self._collectives.placement.rank == 0:
             try:
-                self._files.commit(
+                self.files.commit(
                     {"number": self._number + 1, "step": pending.step, "ranks": self._collectives.placement.world_size}
                 )
             except StorageError as error:
@@ -237,7 +234,7 @@ class Snapshots:
         self._number += 1
         self.committed_step, self.pending, self._is_overdue = pending.step, None, False
         self._in_step_left = max(self._in_step_left - 1, 0)
-        self._files.has_commit = True
+        self.files.has_commit = True
 
     def _write_through(self, *, persistent: bool) -> None:
         storage = self._attached_storage
@@ -269,9 +266,9 @@ class Snapshots:
             self.commit()
         if self.committed_step is None:
             return None
-        storage, manifest = self._attached_storage, self._files.manifest(self._number)
+        storage, manifest = self._attached_storage, self.files.manifest(self._number)
         if manifest is None:
-            raise StateError(f"load_snapshot: manifest {self._number} in {self._files.folders[0]} no longer exists")
+            raise StateError(f"load_snapshot: manifest {self._number} in {self.files.folders[0]} no longer exists")
         check(manifest.state)
         self.pending, self._is_overdue = None, False
         self.has_unloaded = True  # until all of it is here, no step may replace it
@@ -281,8 +278,8 @@ class Snapshots:
                 self._restore_arrays(storage, manifest)
             except StorageError as error:
                 raise error.within(
-                    f"load_snapshot: the snapshot {self._files.name!r} of step {self.committed_step} in "
-                    f"{self._files.root} cannot be used, and the previous one no longer exists; load a checkpoint, or "
+                    f"load_snapshot: the snapshot {self.files.name!r} of step {self.committed_step} in "
+                    f"{self.files.root} cannot be used, and the previous one no longer exists; load a checkpoint, or "
                     "remove the snapshot (zero snapshots rm) and start again"
                 ) from error
 
@@ -308,7 +305,7 @@ class Snapshots:
         """Raise StateError if the engine has not continued from an existing snapshot: the next one would replace it."""
         if self.has_unloaded:
             raise StateError(
-                f"step: the snapshot {self._files.name!r} of step {self.committed_step} is in {self._files.root}, and "
+                f"step: the snapshot {self.files.name!r} of step {self.committed_step} is in {self.files.root}, and "
                 "a new snapshot would replace it. To continue from it, call engine.load_snapshot(); to start again, "
                 "remove it (zero snapshots rm), or set another offload_optimizer.snapshot.name"
             )
@@ -359,6 +356,7 @@ def open_snapshots(config: Config, layout: Layout, plan: Plan, collectives: Coll
         )
         undo.pop_all()
     files.has_commit = manifest is not None
+    files.geometry = None if manifest is None else manifest.body["stripes"]
     return Snapshots(files, settings.every, collectives, facts, manifest)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
@@ -14,7 +13,7 @@ from offload.accelerator import is_accelerator, synchronize
 from offload.disk.aio import Aio, AioOptions
 from offload.disk.swapfile import SwapSpace
 from offload.errors import BudgetError
-from offload.files.snapshot_files import SnapshotSwap
+from offload.files.snapshot_files import SnapshotFiles
 from offload.io_loop import IoLoop
 from offload.kernels.block_checksums import BlockChecksums
 from offload.kernels.square_sums import rows_in
@@ -35,9 +34,6 @@ from zero.plan.plan import DEVICE, HOST, NVME, Plan
 from zero.plan.pools import gradient_sums_bytes
 from zero.store.io_tuning import open_tuned, tune_io
 from zero.store.unreduced_gradients import SharedAllocator, UnreducedGradients
-
-OpenSnapshot = Callable[[int, Sequence[float] | None], SnapshotSwap]
-"""(bytes to reserve, speeds of the paths' devices) -> the swap space, in files that have names."""
 
 UNPLANNED_SHARE = 0.8
 """Share of the free host memory that one unplanned allocation may take."""
@@ -85,7 +81,7 @@ class Storage:
         config: Config,
         device: torch.device,
         shared: SharedAllocator | None = None,
-        open_snapshot: OpenSnapshot | None = None,
+        snapshot_files: SnapshotFiles | None = None,
         pending_free_bytes: Mapping[int, int] = MappingProxyType({}),
         allocate_shards: Callable[[int], SharedHostMemory | None] = lambda nbytes: None,
     ) -> None:
@@ -93,7 +89,7 @@ class Storage:
         self.plan = plan
         self.device = device
         self._shared = shared
-        self._open_snapshot = open_snapshot
+        self._snapshot_files = snapshot_files
         self._allocate_shards = allocate_shards
         self._flat_buffers: dict[int, torch.Tensor] = {}
         self._pinned = is_accelerator(device) and wants_pinning(config)
@@ -343,8 +339,10 @@ class Storage:
             single_submit=aio.single_submit,
             overlap_events=aio.overlap_events,
         )
-        make_swap = self._open_snapshot or partial(SwapSpace, paths, pending_free=pending_free_bytes)
-        swap = make_swap(self.plan.swap_bytes, tuned.speeds)
+        if self._snapshot_files is not None:
+            swap: SwapSpace = self._snapshot_files.open_swap(self.plan.swap_bytes, tuned.speeds)
+        else:
+            swap = SwapSpace(paths, self.plan.swap_bytes, tuned.speeds, pending_free=pending_free_bytes)
         try:
             return Disk(open_tuned(options, tuned), swap)
         except BaseException:

@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict
 from datetime import datetime
 
-from offload.files.snapshot_list import SnapshotInfo, list_snapshots, remove_snapshot
+from offload.files.snapshot_files import SnapshotInfo, list_snapshots, remove_snapshot
 from offload.sizes import format_bytes
 
 

@@ -28,8 +28,7 @@ from offload.archives import make_archive
 from offload.errors import ConfigError, ZeroInfinityError
 from offload.files import safetensors_file
 from offload.files.durable import Files
-from offload.files.snapshot_files import SnapshotFiles, _checksum, _pack, read_committed
-from offload.files.snapshot_list import list_snapshots
+from offload.files.snapshot_files import SnapshotFiles, _checksum, _pack, list_snapshots, read_committed
 from zero.checkpoint import dcp_format
 from zero.checkpoint.export import get_fp32_state_dict_from_zero_checkpoint
 from zero.checkpoint.folder import CheckpointFolder, open_checkpoint, open_folder
