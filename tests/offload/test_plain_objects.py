@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from offload.archives import make_archive, read_archive
+from offload.archives import NotPlainError, PlainArray, PlainDtype, empty_array, make_archive, read_archive
 from offload.errors import ConfigError
 from offload.files.torch_file import TorchFile, replace_unknown
-from offload.plain_objects import NotPlainError, PlainArray, PlainDtype, empty_array
 
 REBUILD: Any = np.zeros(0).__reduce__()[0]
 ORDERED = [np.dtype(kind).newbyteorder(order) for kind in np.typecodes["All"] if kind not in "OV" for order in "<>"]

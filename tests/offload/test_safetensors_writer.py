@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.durable import Files
 from offload.files.safetensors_file import DTYPES, SafetensorsFile, open_checkpoint
-from offload.files.weights_writer import Tensor, WeightsDraft, WeightsWriter, in_file_order
-from offload.files.write_stream import BLOCK_BYTES
+from offload.files.weights_writer import BLOCK_BYTES, Tensor, WeightsDraft, WeightsWriter, in_file_order
 
 safetensors = pytest.importorskip("safetensors.torch")
 

@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 from offload.archives import bytes_tensor, make_archive, read_archive, unpack_any
 from offload.errors import ConfigError, StateError, StorageError, ZeroInfinityError, explain_file_limit
@@ -42,7 +41,7 @@ from offload.sizes import format_bytes
 from offload.system.garbage import pause_gc
 from offload.system.worker import Worker
 from zero.assembly.engine_parts import EngineParts
-from zero.assembly.engine_steps import EngineSteps, StepListener
+from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.model_changes import ModelChanges
 from zero.assembly.run import Run
 from zero.checkpoint.accumulated_gradients import add_accumulated, ranks_shape
@@ -298,7 +297,7 @@ class BackgroundSave:
         self._encode_tasks: dict[int, asyncio.Task[None]] = {}  # id(extent) -> the task that reads it into memory.
         self._store_tasks: list[asyncio.Task[None]] = []
         self._step_arguments = self._updates.arguments  # Arguments of the last step; the save contains its updates.
-        self._pipeline.before_update = self._before_update
+        self._pipeline.old_values_reader = self
         self._begin_seconds = time.perf_counter()
         self._worker = Worker("zero-checkpoint")  # from here on Python does not exit before the save has ended
         self._future: IoFuture[None] = parts.storage.io_loop.submit(
@@ -327,7 +326,7 @@ class BackgroundSave:
                 await worker.run(self._save.raise_if_removed)
                 raise
             finally:
-                self._pipeline.before_update = None
+                self._pipeline.old_values_reader = None
             await (self._assemble() if self._save.placement.rank == 0 else self._await_first())
             logger.info("%s in %.1f s, in the background", self._describe, time.perf_counter() - self._begin_seconds)
         except BaseException as error:
@@ -373,7 +372,7 @@ class BackgroundSave:
             await self._updates.finish_groups([group])
         self._store_tasks += await self._rank_data_file.encode(extent)
 
-    async def _before_update(self, group: SubGroup, arguments: StepArguments) -> None:
+    async def before_update(self, group: SubGroup, arguments: StepArguments) -> None:
         extent = self._extent_of.get(group)
         if extent is None or arguments is self._step_arguments or self._rank_data_file.is_stopped:
             return
@@ -413,7 +412,7 @@ class BackgroundSave:
             raise StateError(f"saving a checkpoint: rank {rank} {why}, and {self._save.tag} is not complete")
 
 
-class CheckpointState(StepListener):
+class CheckpointState:
     """An engine's knowledge of its checkpoints between calls: the save in progress, and changes of values meanwhile.
 
     Attributes:
@@ -472,7 +471,6 @@ class CheckpointState(StepListener):
         self._background_save = None  # an interrupt that ends the wait does not end the save
         return error
 
-    @override
     def check_call(self, what: str) -> None:
         if self.partially_loaded_folder:
             raise StateError(
@@ -480,24 +478,20 @@ class CheckpointState(StepListener):
                 "others are not; load it again or a checkpoint, or close the engine"
             )
 
-    @override
     def on_engine_call(self) -> None:
         if self._background_save is not None and self._background_save.is_done:
             self.wait_for_checkpoint()
 
-    @override
     def on_persistent_unbind(self) -> None:
         bound = (
             bound for bound in self._run.parts.bound if bound.unit.persistent and bound.is_bound and bound.has_changes
         )
         self.edited_units = self.edited_units[0], self.edited_units[1] | {binding.unit.name for binding in bound}
 
-    @override
     def on_step_begin(self) -> None:
         self.on_persistent_unbind()
         self.edited_units = self.edited_units[1], frozenset()
 
-    @override
     def on_weights_change(self, index: int) -> None:
         # The save has to read the old weights first. The next call raises an error of the save: raised here it would
         # prevent the change.
@@ -506,17 +500,14 @@ class CheckpointState(StepListener):
         if not self._run.parts.layout.units[index].trainable:
             self.frozen_sums = None
 
-    @override
     def on_forward_modify(self, index: int) -> None:
         unit = self._run.parts.layout.units[index]
         if self._run.parts.storage.flat_buffer(unit) is not None:
             self.modified_units.add(unit.name)
 
-    @override
     def on_edit_begin(self) -> None:
         self.wait_for_checkpoint()
 
-    @override
     def on_rewrite_begin(self) -> None:
         self.wait_for_checkpoint()
         self.frozen_sums = None

@@ -12,9 +12,8 @@ import argparse
 from pathlib import Path
 
 from offload.sizes import format_bytes
-from zero.checkpoint.export import DTYPES, export
+from zero.checkpoint.export import CONFIG, DTYPES, copy_model_files, export, find_model_files
 from zero.checkpoint.folder import open_folder
-from zero.checkpoint.model_files import CONFIG, copy_model_files, find_model_files
 from zero.checkpoint.weights_files import MAX_SHARD_SIZE
 
 

@@ -22,8 +22,9 @@ from torch import nn
 import zero
 from offload.disk.aio import AioFault
 from offload.errors import ConfigError, StateError, StorageError
-from offload.files.weights_writer import WeightsWriter
+from offload.files.weights_writer import BLOCK_BYTES, BLOCKS, WeightsWriter
 from offload.files.write_stream import BLOCK_BYTES, BLOCKS
+from zero.values.gathered_values import CHUNK_NUMEL
 from zero.values.reader import CHUNK_NUMEL
 
 safetensors = pytest.importorskip("safetensors.torch")

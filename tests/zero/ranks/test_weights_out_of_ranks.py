@@ -99,11 +99,11 @@ def test_what_two_ranks_have_written_loads_at_another_stage_and_tier(
 
 def failing(place: Place, nvme_path: str, out: str, kind: str) -> tuple[list[str], list[str]]:
     """Errors of a save that one rank cannot do, and the files of the next that all can."""
-    from offload.files import write_stream
+    from offload.files import weights_writer
     from offload.files.durable import Files
 
     rank, told = dist.get_rank(), []
-    write, room, memory = Files.on_write, Files.free_bytes, write_stream.map_host
+    write, room, memory = Files.on_write, Files.free_bytes, weights_writer.map_host
     with opened(place, nvme_path, motley(), bf16=True) as engine:
         train(engine, 0, loss_of=on_batch)
         engine.synchronize()
@@ -112,7 +112,7 @@ def failing(place: Place, nvme_path: str, out: str, kind: str) -> tuple[list[str
         elif kind == "room" and rank == 0:
             Files.free_bytes = lambda files, path: 7  # type: ignore[method-assign]
         elif kind == "memory" and rank == 0:
-            write_stream.map_host = _no_memory
+            weights_writer.map_host = _no_memory
         elif kind == "read" and rank == 1:
             engine.inject(AioFault(fail_rate=1.0, ops=("read",), skip=1))
         for save in (engine.save_fp32_model, engine.save_16bit_model):
@@ -120,7 +120,7 @@ def failing(place: Place, nvme_path: str, out: str, kind: str) -> tuple[list[str
                 save(out)
             except (StorageError, BudgetError, StateError) as error:
                 told.append(f"{type(error).__name__}: {error}")
-        write_stream.map_host = memory
+        weights_writer.map_host = memory
         Files.on_write, Files.free_bytes = write, room  # type: ignore[method-assign]
         engine.inject(None)
         dist.barrier()
