@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.model_changes import ModelChanges
 from zero.assembly.run import Run
 from zero.checkpoint.folder import check_folder_argument
-from zero.checkpoint.weights_files import MAX_SHARD_SIZE, check_filename, plan_weights_files, write_weights_files
+from zero.checkpoint.weights_files import check_filename, plan_weights_files, write_weights_files
 from zero.exchange.all_ranks import DeferringFailures
 from zero.params.quantized_storage import is_wrapper, quantized_tensor_names
 from zero.values.reader import FirstRankReader
@@ -65,101 +64,26 @@ class ExportWeights:
     def __init__(self, run: Run, steps: EngineSteps, changes: ModelChanges) -> None:
         self._run, self._steps, self._changes = run, steps, changes
 
-    def save_16bit_model(
+    @explain_file_limit("saving weights")
+    def save(
         self,
         save_dir: str | os.PathLike[str],
-        save_filename: str = "model.safetensors",
-        exclude_frozen_parameters: bool = False,
-        max_shard_size: int | str | None = MAX_SHARD_SIZE,
+        filename: str,
+        exclude_frozen: bool,
+        max_shard_size: int | str | None,
+        *,
+        masters: bool,
     ) -> bool:
-        """See `ZeroEngine.save_16bit_model`."""
+        """See `ZeroEngine.save_16bit_model`, and `save_fp32_model` with `masters`."""
         zero = self._run.config.zero_optimization
-        if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
+        if not masters and zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
             logger.warning(
                 "nothing was saved in %s, because zero_optimization.stage3_gather_16bit_weights_on_model_save is "
                 "false; set it to true, or run `zero export` on a checkpoint",
                 save_dir,
             )
             return False
-        self._save_weights(
-            check_folder_argument(save_dir, "save_dir"),
-            save_filename,
-            exclude_frozen_parameters,
-            max_shard_size,
-            masters=False,
-        )
-        return True
-
-    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors") -> bool:
-        """See `ZeroEngine.save_fp16_model`."""
-        return self.save_16bit_model(save_dir, save_filename)
-
-    def save_fp32_model(
-        self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "model.safetensors",
-        exclude_frozen_parameters: bool = False,
-        max_shard_size: int | str | None = MAX_SHARD_SIZE,
-    ) -> bool:
-        """See `ZeroEngine.save_fp32_model`."""
-        self._save_weights(
-            check_folder_argument(save_dir, "save_dir"),
-            save_filename,
-            exclude_frozen_parameters,
-            max_shard_size,
-            masters=True,
-        )
-        return True
-
-    def module_state_dict(
-        self,
-        destination: Any = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> Any:
-        """See `ZeroEngine.module_state_dict`."""
-        values = self._run.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        if exclude_frozen_parameters:
-            for name, parameter in self._run.module.named_parameters(remove_duplicate=False):
-                if not parameter.requires_grad:
-                    values.pop(prefix + name, None)
-        return values
-
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> OrderedDict[str, torch.Tensor] | None:
-        """See `ZeroEngine._zero3_consolidated_16bit_state_dict`."""
-        entries = self._synchronized_entries("a consolidated state dict", exclude_frozen=exclude_frozen_parameters)
-        relay = DeferringFailures(self._run.collectives)
-        state_dict: OrderedDict[str, torch.Tensor] = OrderedDict()  # OrderedDict[...]() would pickle its type arguments
-        with self._open_reader(relay, masters=False) as reader:
-            for name, entry in entries.items():
-                values = state_dict.get(entry.names[0])
-                if name == entry.names[0]:
-                    dtype = _dtype_of(entry, reader)
-                    values = (
-                        torch.empty(entry.tensor.shape, dtype=dtype, device="cpu")
-                        if relay.placement.rank == 0
-                        else None
-                    )
-                    _copy_pieces(values, _values_of(entry, reader, dtype))
-                if values is not None:
-                    state_dict[name] = values
-            relay.all_gather_results("a consolidated state dict")
-        return state_dict if relay.placement.rank == 0 else None
-
-    def _consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> OrderedDict[str, torch.Tensor] | None:
-        """See `ZeroEngine._consolidated_16bit_state_dict`."""
-        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-
-    @explain_file_limit("saving weights")
-    def _save_weights(
-        self, folder: Path, filename: str, exclude_frozen: bool, max_shard_size: int | str | None, *, masters: bool
-    ) -> None:
-        filename = check_filename(filename)
+        folder, filename = check_folder_argument(save_dir, "save_dir"), check_filename(filename)
         entries = self._synchronized_entries(f"saving weights in {folder}", exclude_frozen=exclude_frozen)
         by_name = {name: entry for name, entry in entries.items() if name == entry.names[0]}
         relay = DeferringFailures(self._run.collectives)
@@ -182,6 +106,43 @@ class ExportWeights:
                 return _values_of(by_name[tensor.name], reader, tensor.dtype)
 
             write_weights_files(relay, folder, filename, shards, values)
+        return True
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        """See `ZeroEngine.module_state_dict`."""
+        values = self._run.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, parameter in self._run.module.named_parameters(remove_duplicate=False):
+                if not parameter.requires_grad:
+                    values.pop(prefix + name, None)
+        return values
+
+    def consolidated_state_dict(self, *, exclude_frozen: bool) -> OrderedDict[str, torch.Tensor] | None:
+        """See `ZeroEngine._zero3_consolidated_16bit_state_dict`."""
+        entries = self._synchronized_entries("a consolidated state dict", exclude_frozen=exclude_frozen)
+        relay = DeferringFailures(self._run.collectives)
+        state_dict: OrderedDict[str, torch.Tensor] = OrderedDict()  # OrderedDict[...]() would pickle its type arguments
+        with self._open_reader(relay, masters=False) as reader:
+            for name, entry in entries.items():
+                values = state_dict.get(entry.names[0])
+                if name == entry.names[0]:
+                    dtype = _dtype_of(entry, reader)
+                    values = (
+                        torch.empty(entry.tensor.shape, dtype=dtype, device="cpu")
+                        if relay.placement.rank == 0
+                        else None
+                    )
+                    _copy_pieces(values, _values_of(entry, reader, dtype))
+                if values is not None:
+                    state_dict[name] = values
+            relay.all_gather_results("a consolidated state dict")
+        return state_dict if relay.placement.rank == 0 else None
 
     def _synchronized_entries(self, what: str, *, exclude_frozen: bool) -> dict[str, NamedTensor]:
         """Apply pending changes of the model; returns its entries."""

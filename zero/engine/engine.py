@@ -802,11 +802,11 @@ class ZeroEngine(ConfigGetters, nn.Module):
             StateError: inside forward, backward or `GatheredParameters`.
             StorageError: a transfer failed or the disk has no room; the folder has no new model.
         """
-        return self.weights_out.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters, max_shard_size)
+        return self.weights_out.save(save_dir, save_filename, exclude_frozen_parameters, max_shard_size, masters=False)
 
     def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors") -> bool:
         """DeepSpeed's old name of `save_16bit_model`."""
-        return self.weights_out.save_fp16_model(save_dir, save_filename)
+        return self.save_16bit_model(save_dir, save_filename)
 
     def save_fp32_model(
         self,
@@ -819,7 +819,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
 
         Weights that are not trained are widened; quantised codes are unchanged. Returns True.
         """
-        return self.weights_out.save_fp32_model(save_dir, save_filename, exclude_frozen_parameters, max_shard_size)
+        return self.weights_out.save(save_dir, save_filename, exclude_frozen_parameters, max_shard_size, masters=True)
 
     def module_state_dict(
         self,
@@ -839,13 +839,13 @@ class ZeroEngine(ConfigGetters, nn.Module):
         Tied parameters are one tensor under each of their names. Works at any stage. Raises StateError: inside forward,
         backward or `GatheredParameters`; StorageError: a transfer failed, on any rank.
         """
-        return self.weights_out._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        return self.weights_out.consolidated_state_dict(exclude_frozen=exclude_frozen_parameters)
 
     def _consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> OrderedDict[str, torch.Tensor] | None:
         """DeepSpeed's name of `_zero3_consolidated_16bit_state_dict` that does not depend on the stage."""
-        return self.weights_out._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     # ---- snapshots ---------------------------------------------------------------------------------
 
