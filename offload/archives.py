@@ -1,5 +1,9 @@
 """Bytes as tensors, and small objects as torch.save archives, which are read without running code that they name.
 
+[Note: container] torch.distributed.checkpoint keeps each box of a tensor as one torch.save archive inside a data file.
+torch itself makes the bytes around the payload (`torch.serialization.skip_data`). So asynchronous I/O can write
+archives from any memory, and plain torch can read them.
+
 [Note: plain objects] torch's weights-only loader calls what a file names, with arguments and states of the file, where
 that is of a class that it is allowed to make. numpy's own `dtype.__setstate__` trusts them: it makes dtypes that take
 bytes of the file for pointers. So numpy's names stand for classes of this module, which accept plain dtypes and arrays
@@ -13,18 +17,22 @@ import collections
 import datetime
 import io
 import math
+import os
 import pathlib
 import pickle
 import re
 import threading
 import types
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._weights_only_unpickler import _remove_safe_globals as remove_safe_globals
 
 from offload.errors import ConfigError
@@ -131,6 +139,56 @@ def unpack_any(value: Any, what: str, *, trusted: bool) -> Any:
     if isinstance(value, dict) and value.keys() == {PACKED}:
         return read_archive(value[PACKED], what, trusted=trusted)
     return value
+
+
+# ---- archives without their payload (see the note) --------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """The bytes before and after a payload."""
+
+    head: bytes
+    tail: bytes
+
+
+BARE = Container(b"", b"")  # The payload is an archive already.
+
+
+@lru_cache(maxsize=4096)
+def container(dtype: torch.dtype, sizes: tuple[int, ...]) -> Container:
+    """The torch.save archive of a contiguous CPU tensor, without its bytes."""
+    tensor = torch.empty(sizes, dtype=dtype, device="cpu")  # virtual memory only: it is never touched
+    head, tail = archive_framing(tensor, [tensor], lambda loaded: [loaded])
+    return Container(head, tail)
+
+
+def archive_framing(
+    value: Any, tensors: Sequence[torch.Tensor], tensors_in: Callable[[Any], Sequence[torch.Tensor]]
+) -> list[bytes]:
+    """The bytes of a value's torch.save archive before each tensor in it, and after the last one.
+
+    Args:
+        value: to be saved; the elements of its tensors are not read.
+        tensors: the tensors in it, contiguous and on the CPU, in the order in which torch.save meets them.
+        tensors_in: returns the same tensors of a value that was loaded.
+    """
+    fd = os.memfd_create("container", os.MFD_CLOEXEC)
+    path = f"/proc/self/fd/{fd}"
+    try:
+        with torch.serialization.skip_data():
+            torch.save(value, path)
+        with FakeTensorMode():
+            loaded = tensors_in(torch.load(path, weights_only=True))
+        parts, position = [], 0
+        for tensor, fake in zip(tensors, loaded, strict=True):
+            storage: Any = fake.untyped_storage()  # of a fake tensor: it has the offset of its bytes in the file
+            begin = int(storage._checkpoint_offset)
+            parts.append(os.pread(fd, begin - position, position))
+            position = begin + tensor.nbytes
+        return [*parts, os.pread(fd, os.fstat(fd).st_size - position, position)]
+    finally:
+        os.close(fd)
 
 
 # ---- plain objects (see the note) -------------------------------------------------------------------

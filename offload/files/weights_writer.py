@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 
-from offload.archives import bytes_tensor
+from offload.archives import archive_framing, bytes_tensor
 from offload.disk.aio import AioOptions, open_aio_loop
 from offload.errors import ConfigError, StateError, StorageError
-from offload.files.containers import archive_framing
 from offload.files.durable import DurableFile, Files
 from offload.files.safetensors_file import DTYPES
 from offload.io_loop import IoFuture

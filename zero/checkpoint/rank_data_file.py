@@ -4,6 +4,9 @@
 contiguous in the file. For each piece of a parameter the master is written first, then the states, so that a load reads
 forwards too.
 
+[Note: run] Consecutive boxes are packed into runs, and each run is written at once. Every payload begins on a page, so
+that O_DIRECT can read it alone; the bytes around it lie in the pages between payloads.
+
 [Note: replicas] Ranks that hold the same shard divide its extents: each writes every n-th.
 """
 
@@ -17,18 +20,20 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from typing_extensions import override
 
+from offload.archives import BARE, Container, container
 from offload.disk.aio import Aio, AioOptions, open_aio
 from offload.errors import ConfigError, StateError
-from offload.files.containers import BARE, Container, PackedRun, container, pack
 from offload.files.durable import DurableFile, Files
 from offload.io_loop import IoFuture
 from offload.kernels import kernels, masters
 from offload.memory.pool import Block, BlockPool
 from offload.planes.copies import copy_single_threaded, load_array
 from offload.planes.tiered_array import TieredArray, await_all
+from offload.sizes import PAGE_BYTES, align_up
 from offload.system.worker import Worker
 from zero.assembly.engine_parts import EngineParts
 from zero.checkpoint.dcp_format import (
@@ -79,11 +84,78 @@ class BoxToWrite:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedBox:
+    part: BoxToWrite
+    container: Container
+    payload: int  # First byte of the payload, counted from the start of the run; page-aligned.
+
+    @property
+    def nbytes(self) -> int:
+        """Of the payload."""
+        return self.part.nbytes
+
+    @property
+    def begin(self) -> int:
+        """First byte of the archive, in the run."""
+        return self.payload - len(self.container.head)
+
+    @property
+    def end(self) -> int:
+        """One past its last byte."""
+        return self.payload + self.nbytes + len(self.container.tail)
+
+    def payload_in(self, run: torch.Tensor) -> torch.Tensor:
+        """The payload's bytes in the run's memory (uint8); writes the archive's other bytes around them."""
+        array = run.numpy()
+        for data, begin in ((self.container.head, self.begin), (self.container.tail, self.payload + self.nbytes)):
+            array[begin : begin + len(data)] = np.frombuffer(data, dtype=np.uint8)
+        return run[self.payload : self.payload + self.nbytes]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRun:
+    offset: int  # First byte in the file; page-aligned, like its length.
+    nbytes: int
+    boxes: tuple[PackedBox, ...]
+
+    def clear_gaps(self, memory: torch.Tensor) -> None:
+        """Zero the gaps between the boxes in the run's memory (uint8), which may hold bytes of an earlier use."""
+        position = 0
+        for begin, end in (*((box.begin, box.end) for box in self.boxes), (self.nbytes, self.nbytes)):
+            memory[position:begin].zero_()
+            position = end
+
+
+def pack(parts: Iterable[BoxToWrite], offset: int) -> Iterator[PackedRun]:
+    """Pack boxes into runs from byte `offset` of a file on, each of at most `RUN_BYTES`; a larger box is one run."""
+    boxes: list[PackedBox] = []
+    for part in parts:
+        box = _box_after(boxes, part)
+        if boxes and align_up(box.end, PAGE_BYTES) > RUN_BYTES:
+            run = _run(offset, boxes)
+            offset, boxes = run.offset + run.nbytes, []
+            yield run
+            box = _box_after(boxes, part)
+        boxes.append(box)
+    if boxes:
+        yield _run(offset, boxes)
+
+
+def _box_after(boxes: Sequence[PackedBox], part: BoxToWrite) -> PackedBox:
+    around, position = part.container, boxes[-1].end if boxes else 0
+    return PackedBox(part, around, align_up(position + len(around.head), PAGE_BYTES))
+
+
+def _run(offset: int, boxes: Sequence[PackedBox]) -> PackedRun:
+    return PackedRun(offset, align_up(boxes[-1].end, PAGE_BYTES), tuple(boxes))
+
+
+@dataclass(frozen=True, slots=True)
 class Extent:
     """Runs that are contiguous in the file, and are made from one read of the arrays."""
 
     group: SubGroup | None  # None: the values are read box by box.
-    runs: tuple[PackedRun[BoxToWrite], ...]
+    runs: tuple[PackedRun, ...]
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +206,7 @@ class Extents:
             self.extents.append(extent)
 
     def _place(self, group: SubGroup | None, parts: Sequence[BoxToWrite]) -> Extent:
-        runs = tuple(pack(((part, part.container, part.nbytes) for part in parts), self.nbytes, RUN_BYTES))
+        runs = tuple(pack(parts, self.nbytes))
         if runs:
             self.nbytes = runs[-1].offset + runs[-1].nbytes
         return Extent(group, runs)
@@ -260,9 +332,9 @@ class ExtentWriter:
             nbytes, ""
         )
 
-    async def _fill_run(self, run: PackedRun[BoxToWrite], memory: torch.Tensor, staged: StagedSubGroup | None) -> None:
+    async def _fill_run(self, run: PackedRun, memory: torch.Tensor, staged: StagedSubGroup | None) -> None:
         """Fill `memory` with a run; pure computation is done on an encoder thread."""
-        fillings = [await self._prepare_fill(place.item, place.payload_in(memory), staged) for place in run.boxes]
+        fillings = [await self._prepare_fill(place.part, place.payload_in(memory), staged) for place in run.boxes]
 
         def encode() -> None:
             for place, fill in zip(run.boxes, fillings, strict=True):
@@ -276,7 +348,7 @@ class ExtentWriter:
         else:  # the device's work is ordered by the current stream of this thread, so no other thread may issue it
             encode()
 
-    async def _store(self, run: PackedRun[BoxToWrite], block: Block) -> None:
+    async def _store(self, run: PackedRun, block: Block) -> None:
         try:
             await self.store(run.offset, block.data)
         finally:
@@ -433,7 +505,7 @@ def file_boxes(extents: Sequence[Extent], checksums: Mapping[int, tuple[int, int
     for extent in extents:
         for run in extent.runs:
             for place in run.boxes:
-                part, payload = place.item, run.offset + place.payload
+                part, payload = place.part, run.offset + place.payload
                 dtype = None if part.is_blob else str(part.dtype).removeprefix("torch.")
                 begin, nbytes = run.offset + place.begin, place.end - place.begin
                 place_in_file = (part.shape, part.box.offsets, part.box.sizes, begin, nbytes, payload)

@@ -38,9 +38,9 @@ from torch import nn
 
 import offload.io_loop
 import zero
+from offload.archives import container
 from offload.disk.aio import AioOptions, open_aio
 from offload.errors import ConfigError, StateError, StorageError
-from offload.files.containers import container
 from offload.files.durable import Files
 from zero.checkpoint import rank_data_file, save
 from zero.checkpoint.folder import CheckpointFolder
