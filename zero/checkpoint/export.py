@@ -35,6 +35,7 @@ from zero.checkpoint.weights_files import (
     SAFE,
     WeightsFile,
     check_filename,
+    copy_pieces,
     plan_weights_files,
     write_weights_files,
 )
@@ -181,10 +182,7 @@ class LazyTensor:
     def contiguous(self) -> torch.Tensor:
         """Read it, into memory of its own. Raises StorageError, ConfigError."""
         values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        position = 0
-        for piece in self._weights.read(self._tensor):
-            values.view(-1)[position : position + piece.numel()].copy_(piece)
-            position += piece.numel()
+        copy_pieces(values, self._weights.read(self._tensor))
         return values
 
 

@@ -30,10 +30,9 @@ from zero.assembly.model_changes import ModelChanges
 from zero.assembly.offload_states import OffloadStates
 from zero.assembly.run import Run
 from zero.assembly.state_kinds import NEEDED_BY_BACKWARD, OffloadDeviceEnum, OffloadStateTypeEnum
-from zero.checkpoint.engine_weights import ExportWeights
 from zero.checkpoint.load import LoadCheckpoints
 from zero.checkpoint.save import CheckpointState, SaveCheckpoints
-from zero.checkpoint.weights_files import MAX_SHARD_SIZE
+from zero.checkpoint.weights_files import MAX_SHARD_SIZE, ExportWeights
 from zero.compat.engine_getters import ConfigGetters
 from zero.config import Config
 from zero.data.forward_schedules import ForwardSchedules
