@@ -545,9 +545,9 @@ def keep_spans(engine: Any, spans_max: int) -> None:
     engine.run.parts.storage.timeline._spans = deque(maxlen=spans_max)
 
 
-def one_forward_of(engine: Any) -> Any:
-    """The profiler of one forward; None if there is none."""
-    return engine.reports._forward_profiler
+def will_profile(engine: Any) -> bool:
+    """Whether a forward is still to be profiled."""
+    return engine.reports._profile is not None
 
 
 def reports_progress(engine: Any) -> bool:

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from models import BATCH, TOKENS, VOCAB, WIDTH, build, make_config, tokens
-from probe import coordinator_of, one_forward_of
+from probe import coordinator_of
 from torch import nn
 
 from offload.errors import ConfigError
-from zero.flops_profiler import Profile, format_short, get_model_profile
-from zero.forward_profiler import FlopsProfiler
+from zero.flops_profiler import FlopsProfiler, format_short, get_model_profile
 
 Open = Callable[..., Any]
 ROWS = BATCH * TOKENS
@@ -32,6 +31,14 @@ class Net(nn.Module):
         return self.b(self.a(x))
 
 
+def profile_of(model: nn.Module, run: Callable[[], Any]) -> FlopsProfiler:
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    run()
+    profiler.stop_profile()
+    return profiler
+
+
 def test_the_sums_are_those_of_the_matrix_products() -> None:
     flops, macs, params = get_model_profile(Net(), (5, 8), print_profile=False, as_string=False)
     assert macs == 5 * (8 * 16 + 16 * 4) and flops == 2 * macs
@@ -40,9 +47,7 @@ def test_the_sums_are_those_of_the_matrix_products() -> None:
 
 def test_each_module_has_its_own_and_those_inside_it() -> None:
     model = Net()
-    profile = Profile(model)
-    with profile.measuring():
-        model(torch.ones(5, 8))
+    profile = profile_of(model, lambda: model(torch.ones(5, 8)))
     flops = {module.name: module.flops for module in profile.modules}
     assert flops == {"": 1920, "a": 1280, "b": 640, "b.0": 0, "b.1": 640}
     assert {module.name: module.depth for module in profile.modules}["b.1"] == 2
@@ -141,13 +146,9 @@ class Late(nn.Module):
 def test_modules_have_their_own_numbers_whoever_calls_them() -> None:
     model, outer = Net(), nn.Sequential()
     outer.append(model)
-    profile, late = Profile(model), Late()
-    with profile.measuring():
-        outer(torch.ones(5, 8))
+    profile, late = profile_of(model, lambda: outer(torch.ones(5, 8))), Late()
     assert {module.name: module.flops for module in profile.modules}["b.1"] == 640
-    profile = Profile(late)
-    with profile.measuring():
-        late.generate(torch.ones(5, 8))
+    profile = profile_of(late, lambda: late.generate(torch.ones(5, 8)))
     found = {module.name: module.flops for module in profile.modules}
     assert (found["first"], found["net"], found["net.b.1"]) == (640, 1920, 640)
     assert profile.total.flops == 640 + 1920 and profile.total.seconds > 0
@@ -155,12 +156,8 @@ def test_modules_have_their_own_numbers_whoever_calls_them() -> None:
 
 def test_an_engines_module_has_its_numbers_in_a_profile_by_hand(open_engine: Open, nvme_path: Path) -> None:
     engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path))
-    profiler = FlopsProfiler(engine.module)
-    profiler.start_profile()
-    engine(tokens(0))
-    profiler.stop_profile()
-    assert profiler.profile is not None
-    found = {module.name: module.flops for module in profiler.profile.modules}
+    profiler = profile_of(engine.module, lambda: engine(tokens(0)))
+    found = {module.name: module.flops for module in profiler.modules}
     assert found["head"] == 2 * ROWS * WIDTH * VOCAB and found["blocks.0.up"] == 2 * ROWS * WIDTH * 4 * WIDTH
 
 
@@ -177,9 +174,7 @@ def test_a_modules_time_has_its_wait_for_weights(
         return begin(*given, **more)
 
     monkeypatch.setattr(coordinator, "begin_forward_use", slow)
-    profile = Profile(engine.module)
-    with profile.measuring():
-        engine(tokens(0))
+    profile = profile_of(engine.module, lambda: engine(tokens(0)))
     assert all(module.seconds >= seconds for module in profile.modules if module.name in ("", "head", "blocks.1"))
 
 
@@ -208,9 +203,20 @@ def test_products_that_are_one_operation_are_counted() -> None:
     assert flops == 2 * 3 * 5 + 2 * 2 * 4 * 4 * 4
 
 
+def test_a_backward_is_not_counted_and_a_reset_begins_again() -> None:
+    model = Net()
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    for _ in range(2):
+        profiler.reset_profile()
+        model(torch.ones(5, 8)).sum().backward()
+    profiler.stop_profile()
+    assert profiler.flops == 1920
+
+
 def test_a_rank_that_measures_nothing_says_zero() -> None:
     profiler = FlopsProfiler(Net())
-    profiler.profile = Profile(Net())
+    profiler.stop_profile()
     assert (profiler.flops, profiler.macs, profiler.params, profiler.get_total_duration()) == (0, 0, 0, 0.0)
 
 
@@ -230,12 +236,12 @@ def test_an_engine_profiles_the_step_it_is_told_to_once(
         engine.backward(engine(tokens(index)))
         engine.step()
     (text,) = [text for text in caplog.messages if text.startswith("flops profiler, step 2")]
-    flops = {module.name: module.flops for module in one_forward_of(engine).profile.modules}
+    flops = {module.name: module.flops for module in engine.flops_profiler.modules}
     assert flops["head"] == 2 * ROWS * WIDTH * VOCAB and flops["blocks.0.up"] == 2 * ROWS * WIDTH * 4 * WIDTH
     assert flops[""] == flops["head"] + sum(flops[f"blocks.{index}"] for index in range(3))
     assert engine.flops_profiler.get_total_flops() == flops[""]
     assert "blocks.0: Block" in text and "blocks.0.up" not in text
-    assert one_forward_of(engine).profile.total.params_numel == sum(p.numel() for p in model.parameters())
+    assert engine.flops_profiler.params == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ from zero.engine.reports import Reports
 from zero.engine.snapshot_calls import SnapshotCalls
 from zero.engine.values import Values
 from zero.exchange.collectives import Collectives, SingleRankCollectives
-from zero.forward_profiler import FlopsProfiler
+from zero.flops_profiler import FlopsProfiler
 from zero.optim.loss_scale import LossScaler, make_scaler
 from zero.optim.lr_scheduler import scheduler_for
 from zero.optim.optimizer import ZeroOptimizer

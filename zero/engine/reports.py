@@ -10,7 +10,8 @@ import json
 import logging
 import resource
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from offload.timeline import Stopwatch
 from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.run import Run
 from zero.config import Config
+from zero.config.logging_block import FlopsProfiler as ProfilerBlock
 from zero.engine.autotuning_run import AutotuningRun
-from zero.flops_profiler import FirstForwardProfiler
-from zero.forward_profiler import FlopsProfiler
+from zero.flops_profiler import FlopsProfiler
 from zero.optim.optimizer import learning_rates, momentum_of
 from zero.ranks import world
 from zero.reports.log import NOTICE
@@ -169,29 +170,50 @@ class Reports:
         self.forward = Stopwatch()
         self.backward = Stopwatch()
         self.monitor = Monitors(config, writes=first)
-        profiler = config.flops_profiler
-        wanted = profiler is not None and profiler.enabled
-        self._forward_profiler = (
-            FirstForwardProfiler(profiler, measures=first) if wanted and profiler is not None else None
-        )
+        self.flops_profiler = FlopsProfiler(run.module)
+        block = config.flops_profiler
+        # None: no forward is to be profiled, or it has been.
+        self._profile: ProfilerBlock | None = block if block is not None and block.enabled else None
         reports = first and Reporter.is_wanted(config, self.monitor)
         self._reporter = Reporter(run, steps, self.monitor) if reports else None
-        block = config.autotuning
-        path = None if block is None else block.metric_path
-        self._autotuning_run = None if block is None or path is None else AutotuningRun(block, Path(path), run, steps)
+        tuning = config.autotuning
+        path = None if tuning is None else tuning.metric_path
+        self._autotuning_run = None if tuning is None or path is None else AutotuningRun(tuning, Path(path), run, steps)
         self._reported_steps = 0  # No step number: a loaded checkpoint changes that.
 
     @property
     def will_profile_forward(self) -> bool:
         """True if the next forward is the one that `flops_profiler` asks for."""
-        return self._forward_profiler is not None and self._forward_profiler.is_due(self._run.global_steps)
+        block = self._profile
+        if block is None or self._run.global_steps + 1 < block.profile_step:
+            return False
+        return torch.is_grad_enabled()
 
     def profile_forward(self) -> AbstractContextManager[None]:
         """Context around a forward; it measures the forward that `flops_profiler` asks for."""
-        one = self._forward_profiler
-        if one is None or not one.is_due(self._run.global_steps):
+        if self._profile is None or not self.will_profile_forward:
             return nullcontext()
-        return one.measuring(self._run.module, self._run.global_steps)
+        return self._profile_now(self._profile)
+
+    @contextmanager
+    def _profile_now(self, block: ProfilerBlock) -> Iterator[None]:
+        profiler = self.flops_profiler
+        step = self._run.global_steps + 1
+        is_first = world.rank() == 0  # the other ranks run the same forward, and measure nothing
+        if is_first:
+            profiler.start_profile()
+        try:
+            yield
+        except BaseException:
+            profiler.end_profile()
+            raise
+        profiler.stop_profile()
+        self._profile = None
+        depth, top, detailed = block.module_depth, block.top_modules, block.detailed
+        if is_first and block.output_file:
+            profiler.print_model_profile(step, depth, top, detailed, block.output_file)
+        elif is_first:
+            logger.log(NOTICE, "%s", profiler.text(step, depth, top, detailed))
 
     def note_loss(self, loss: torch.Tensor) -> None:
         if self._reporter is not None:
@@ -218,13 +240,6 @@ class Reports:
         if self._reporter is None or not self._run.config.wall_clock_breakdown:
             return {}
         return {name: 1e3 * seconds for name, seconds in self._reporter.times.items()}
-
-    @property
-    def flops_profiler(self) -> FlopsProfiler:
-        """See `ZeroEngine.flops_profiler`."""
-        profiler = FlopsProfiler(self._run.module)
-        profiler.profile = None if self._forward_profiler is None else self._forward_profiler.profile
-        return profiler
 
     def log_summary(self) -> dict[str, dict[str, int]]:
         """See `ZeroEngine.log_summary`."""

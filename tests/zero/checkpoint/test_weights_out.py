@@ -23,8 +23,6 @@ import zero
 from offload.disk.aio import AioFault
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.weights_writer import BLOCK_BYTES, BLOCKS, WeightsWriter
-from offload.files.write_stream import BLOCK_BYTES, BLOCKS
-from zero.values.gathered_values import CHUNK_NUMEL
 from zero.values.reader import CHUNK_NUMEL
 
 safetensors = pytest.importorskip("safetensors.torch")

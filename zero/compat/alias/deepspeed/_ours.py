@@ -112,10 +112,7 @@ OURS: dict[str, dict[str, str]] = {
     "ops.lamb.fused_lamb": {"zero.ops.lamb": "FusedLamb"},
     "ops.lion.cpu_lion": {"zero.ops.lion": "DeepSpeedCPULion"},
     "ops.lion.fused_lion": {"zero.ops.lion": "FusedLion"},
-    "profiling.flops_profiler.profiler": {
-        "zero.flops_profiler": "get_model_profile",
-        "zero.forward_profiler": "FlopsProfiler",
-    },
+    "profiling.flops_profiler.profiler": {"zero.flops_profiler": "FlopsProfiler get_model_profile"},
     "runtime.base_optimizer": {"zero.optim.optimizer": "DeepSpeedOptimizer=ZeroOptimizer ZeROOptimizer=ZeroOptimizer"},
     "runtime.config": {
         "offload.errors": "DeepSpeedConfigError=ConfigError",
