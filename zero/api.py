@@ -16,8 +16,6 @@ from zero.engine.engine import ZeroEngine
 from zero.engine.inference import InferenceEngine, init_inference
 from zero.engine.initialize import initialize
 from zero.engine.memory_estimates import (
-    estimate_zero1_model_states_mem_needs_all_cold,
-    estimate_zero1_model_states_mem_needs_all_live,
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
     estimate_zero3_model_states_mem_needs_all_cold,
@@ -58,8 +56,6 @@ __all__ = [
     "checkpointing",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "convert_zero_checkpoint_to_state_dict",
-    "estimate_zero1_model_states_mem_needs_all_cold",
-    "estimate_zero1_model_states_mem_needs_all_live",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",

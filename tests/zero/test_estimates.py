@@ -76,22 +76,13 @@ def test_without_zero_init_the_whole_model_is_in_memory_first() -> None:
     assert without.host_bytes >= 4 << 28 > with_init.host_bytes
 
 
-STAGES: dict[int, tuple[Any, Any]] = {
-    1: (zero.estimate_zero1_model_states_mem_needs_all_live, zero.estimate_zero1_model_states_mem_needs_all_cold),
-    2: (zero.estimate_zero2_model_states_mem_needs_all_live, zero.estimate_zero2_model_states_mem_needs_all_cold),
-}
-
-
-@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_stages_with_whole_weights_have_the_bytes_that_the_engine_would_plan(
-    nvme_path: Any, stage: int, world_size: int
-) -> None:
+def test_a_stage_with_whole_weights_has_the_bytes_that_the_engine_would_plan(nvme_path: Any, world_size: int) -> None:
     model = build("middle")
-    for line in STAGES[stage][0](model, num_gpus_per_node=world_size):
-        config = make_config(("none", line.offload_optimizer), nvme_path, accumulation=2 if stage == 1 else 1)
+    for line in zero.estimate_zero2_model_states_mem_needs_all_live(model, num_gpus_per_node=world_size):
+        config = make_config(("none", line.offload_optimizer), nvme_path)
         config["zero_optimization"] = {
-            "stage": stage, "offload_optimizer": config["zero_optimization"]["offload_optimizer"]
+            "stage": 2, "offload_optimizer": config["zero_optimization"]["offload_optimizer"]
         }  # fmt: skip
         loaded = load_config(config, world_size=world_size)
         plan = plan_model(model, loaded, UNLIMITED_MACHINE, torch.device("cuda"), world_size)[1]
@@ -99,17 +90,12 @@ def test_stages_with_whole_weights_have_the_bytes_that_the_engine_would_plan(
         assert [line.host_bytes, line.device_bytes, line.nvme_bytes] == planned
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_whole_weights_are_on_every_device_and_the_rest_is_shared(
-    stage: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    total, estimate = 1 << 26, STAGES[stage][1]
+def test_whole_weights_are_on_every_device_and_the_rest_is_shared(capsys: pytest.CaptureFixture[str]) -> None:
+    total, estimate = 1 << 26, zero.estimate_zero2_model_states_mem_needs_all_cold
     one = {e.offload_optimizer: e for e in estimate(total)}
     eight = {e.offload_optimizer: e for e in estimate(total, num_gpus_per_node=8)}
-    whole_bytes = 2 + 4 * (stage == 1)
-    """Of a parameter, on every device: its weight, and at stage 1 the sum of its gradients."""
-    assert eight["none"].device_bytes >= whole_bytes * total + 10 * total // 8
-    assert one["none"].device_bytes - eight["none"].device_bytes >= 10 * total * 7 // 8 - whole_bytes * total
+    assert eight["none"].device_bytes >= 2 * total + 10 * total // 8
+    assert one["none"].device_bytes - eight["none"].device_bytes >= 10 * total * 7 // 8 - 2 * total
     assert one["nvme"].nvme_bytes == 8 * eight["nvme"].nvme_bytes == 10 * total
     assert one["cpu"].host_bytes >= 10 * total
     out = capsys.readouterr().out.splitlines()
@@ -121,9 +107,9 @@ def test_whole_weights_are_on_every_device_and_the_rest_is_shared(
 
 def test_a_higher_stage_takes_no_more_of_a_device() -> None:
     total, ranks = 1 << 26, {"num_gpus_per_node": 8}
-    zero1, zero2 = (STAGES[stage][1](total, **ranks)[-1].device_bytes for stage in (1, 2))
+    zero2 = zero.estimate_zero2_model_states_mem_needs_all_cold(total, **ranks)[-1].device_bytes
     zero3 = zero.estimate_zero3_model_states_mem_needs_all_cold(total, total // 8, **ranks)[-1].device_bytes
-    assert zero1 > zero2 > zero3
+    assert zero2 > zero3
 
 
 @pytest.mark.parametrize(
@@ -132,7 +118,7 @@ def test_a_higher_stage_takes_no_more_of_a_device() -> None:
         lambda: zero.estimate_zero3_model_states_mem_needs_all_cold(10, 20),
         lambda: zero.estimate_zero3_model_states_mem_needs_all_cold(10, 5, num_nodes=0),
         lambda: zero.estimate_zero2_model_states_mem_needs_all_cold(0),
-        lambda: zero.estimate_zero1_model_states_mem_needs_all_cold(0.5),
+        lambda: zero.estimate_zero2_model_states_mem_needs_all_cold(0.5),
     ],
 )
 def test_impossible_numbers_are_refused(call: Any) -> None:
