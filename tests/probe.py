@@ -551,7 +551,7 @@ def will_profile(engine: Any) -> bool:
 
 
 def reports_progress(engine: Any) -> bool:
-    return engine.reports._reporter is not None
+    return bool(engine.reports._is_reporting)
 
 
 def room_of_generation(engine: Any) -> Any:

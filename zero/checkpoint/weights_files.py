@@ -36,7 +36,7 @@ from zero.checkpoint.folder import check_folder_argument
 from zero.config.numbers import parse_bytes
 from zero.exchange.all_ranks import DeferringFailures
 from zero.params.quantized_storage import is_wrapper, quantized_tensor_names
-from zero.values.gathered_values import FirstRankReader
+from zero.values.reader import FirstRankReader
 
 MAX_SHARD_SIZE = "5GB"
 SAFE, PICKLE = "model.safetensors", "pytorch_model.bin"  # Names of transformers for a model's file or its index.
@@ -314,7 +314,7 @@ class ExportWeights:
         parts.coordinator.evict_all()  # this stores weights that forward has modified in place
         streams = parts.storage.streams
         streams.wait_events(streams.record_copy_event(), streams.record_update_event())
-        values_reader = parts.values_reader()
+        values_reader = parts.parameter_store.reader.open_stored()
         try:
             yield FirstRankReader(values_reader, relay, masters=masters)
         finally:

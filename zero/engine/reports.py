@@ -1,14 +1,13 @@
 """Reports of a running engine: a line every few steps, values for monitors, times, memory.
 
-[Note: costs nothing] Only reports that were asked for are made: without a reporter the loop pays one comparison per
-call. Times come from the engine's own stopwatches, which run anyway.
+[Note: costs nothing] Only reports that were asked for are made: else the loop pays one comparison per call. Times come
+from the engine's own stopwatches, which run anyway.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import resource
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,11 +23,11 @@ from offload.sizes import format_bytes
 from offload.timeline import Stopwatch
 from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.run import Run
-from zero.config import Config
 from zero.config.logging_block import FlopsProfiler as ProfilerBlock
 from zero.engine.autotuning_run import AutotuningRun
 from zero.flops_profiler import FlopsProfiler
 from zero.optim.optimizer import learning_rates, momentum_of
+from zero.plan.machine import peak_rss_bytes
 from zero.ranks import world
 from zero.reports.log import NOTICE
 from zero.reports.monitors import MonitorEvent, Monitors
@@ -40,123 +39,6 @@ logger = logging.getLogger("zero")
 TIMES = ("forward", "backward", "step", "wait")
 
 
-class Reporter:
-    """Makes the reports that were asked for, on the first rank."""
-
-    def __init__(self, run: Run, steps: EngineSteps, monitor: Monitors) -> None:
-        config = self.config = run.config
-        self.monitor = monitor
-        self._steps = steps
-        self._loss: torch.Tensor | None = None
-        self._discards = 0  # `EngineSteps.discards` when the loss was noted.
-        self.times = dict.fromkeys(TIMES, 0.0)
-        self._seconds = dict.fromkeys(TIMES, 0.0)
-        self._printed_at, self._printed_samples = time.perf_counter(), 0
-        if config.dump_state:
-            dump_state(run)
-
-    @staticmethod
-    def is_wanted(config: Config, monitor: Monitors) -> bool:
-        comms = config.comms_logger
-        settings = (config.steps_per_print, config.wall_clock_breakdown, config.memory_breakdown, config.dump_state)
-        return monitor.enabled or any(settings) or (comms is not None and comms.enabled and comms.verbose)
-
-    def note_loss(self, loss: torch.Tensor) -> None:
-        """Add one micro-batch's part of the step's loss; it is read at the step, so that this waits for no device."""
-        if self.monitor.writers:
-            part = loss.detach().mean()
-            before = self._take_loss()
-            self._loss = part if before is None else before + part
-
-    def _take_loss(self) -> torch.Tensor | None:
-        """The loss noted so far; None: there is none, or its gradients were discarded."""
-        loss, self._loss = self._loss, None
-        discards, self._discards = self._discards, self._steps.discards
-        return loss if discards == self._discards else None
-
-    def on_step_end(self, run: Run, reports: Reports) -> None:
-        self._measure(reports)
-        config, loss = self.config, self._take_loss()
-        if self.monitor.writers:
-            self.monitor.write_events(self._events(run, loss))
-        if config.steps_per_print is not None and run.global_steps % config.steps_per_print == 0:
-            logger.log(NOTICE, "%s", self._progress(run))
-        if config.wall_clock_breakdown:
-            parts = " | ".join(f"{name}: {1e3 * seconds:.2f}" for name, seconds in self.times.items())
-            logger.log(NOTICE, "step=%d, time (ms) | %s", run.global_steps, parts)
-        if config.memory_breakdown:
-            logger.log(NOTICE, "step=%d, memory | %s", run.global_steps, memory_line(run, reports))
-        if config.comms_logger is not None and config.comms_logger.enabled and config.comms_logger.verbose:
-            reports.log_summary()
-
-    def _measure(self, reports: Reports) -> None:
-        """Times of this step: the stopwatches' differences to the last step."""
-        now = reports.seconds_so_far()
-        self.times = {name: now[name] - self._seconds[name] for name in TIMES}
-        self._seconds = now
-
-    def _events(self, run: Run, loss: torch.Tensor | None) -> list[MonitorEvent]:
-        samples = run.global_samples
-        values: dict[str, Any] = {"lr": learning_rates(run.updater)[0]}
-        if loss is not None:
-            values = {"train_loss": loss.item(), **values}
-        if self.config.fp16.enabled:
-            values["loss_scale"] = run.scaler.cur_scale
-        norm = run.parts.stepper.norm
-        if norm is not None:
-            values["grad_norm"] = norm
-        if self.config.wall_clock_breakdown:
-            values |= {f"elapsed_time_ms_{name}": 1e3 * seconds for name, seconds in self.times.items()}
-        return [(f"Train/Samples/{tag}", float(value), samples) for tag, value in values.items()]
-
-    def _progress(self, run: Run) -> str:
-        now, samples = time.perf_counter(), self._steps.decided_samples
-        rate = (samples - self._printed_samples) / max(now - self._printed_at, 1e-9)
-        self._printed_at, self._printed_samples = now, samples
-        parts = [
-            f"step={run.global_steps}",
-            f"skipped={run.skipped_steps}",
-            f"lr={learning_rates(run.updater)}",
-            f"mom={momentum_of(run.updater)}",
-        ]
-        if self.config.fp16.enabled:
-            parts.append(f"loss_scale={run.scaler.cur_scale:g}")
-        return ", ".join([*parts, f"samples/s={rate:.4g}"])
-
-
-def dump_state(run: Run) -> None:
-    """Log every configuration value in effect, with its origin."""
-    config = run.config
-    lines = [f"{path} = {json.dumps(value)} ({config.origin(path)})" for path, value in _leaves(config.as_dict())]
-    optimizer = "none" if run.updater is None else f"{len(run.updater.param_groups)} param groups"
-    lines += [f"optimizer: {optimizer}", f"lr_scheduler: {type(run.lr_scheduler).__name__}"]
-    logger.log(NOTICE, "configuration in effect:\n  %s", "\n  ".join(lines))
-
-
-def _leaves(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, item in value.items():
-        if isinstance(item, dict):
-            found += _leaves(item, f"{prefix}{key}.")
-        elif item is not None:
-            found.append((prefix + key, item))
-    return found
-
-
-def memory_line(run: Run, reports: Reports) -> str:
-    """The memory that this rank holds now, and its maximum so far."""
-    parts = [f"host arena: {format_bytes(reports.statistics().arena_peak_bytes)} at most"]
-    if is_accelerator(run.device):
-        module = module_of(run.device)
-        now, most = module.memory_allocated(run.device), module.max_memory_allocated(run.device)
-        parts.append(f"device: {format_bytes(now)}, {format_bytes(most)} at most")
-    resident = psutil.Process().memory_info().rss
-    parts.append(f"resident: {format_bytes(resident)}")
-    # The kernel notes a peak later than what is resident now.
-    parts.append(f"{format_bytes(max(resident, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))} at most")
-    return " | ".join(parts)
-
-
 class Reports:
     """The reports of one engine. Raises ConfigError: an enabled monitor cannot be opened.
 
@@ -164,18 +46,30 @@ class Reports:
     """
 
     def __init__(self, run: Run, steps: EngineSteps) -> None:
-        config, first = run.config, world.rank() == 0
+        config = run.config
         self._run = run
         self._steps = steps
         self.forward = Stopwatch()
         self.backward = Stopwatch()
-        self.monitor = Monitors(config, writes=first)
+        self._is_first = world.rank() == 0
+        self.monitor = self._monitors = Monitors(config, writes=self._is_first)  # users may set another `monitor`
         self.flops_profiler = FlopsProfiler(run.module)
         block = config.flops_profiler
         # None: no forward is to be profiled, or it has been.
         self._profile: ProfilerBlock | None = block if block is not None and block.enabled else None
-        reports = first and Reporter.is_wanted(config, self.monitor)
-        self._reporter = Reporter(run, steps, self.monitor) if reports else None
+        comms = config.comms_logger
+        self._logs_collectives = comms is not None and comms.enabled and comms.verbose
+        lines = (config.steps_per_print, config.wall_clock_breakdown, config.memory_breakdown, config.dump_state)
+        wanted = self._monitors.enabled or any(lines) or self._logs_collectives
+        self._is_reporting = self._is_first and wanted
+        self._loss: torch.Tensor | None = None
+        self._times = dict.fromkeys(TIMES, 0.0)  # of the last step
+        self._seconds = dict.fromkeys(TIMES, 0.0)  # so far, at the last step
+        self._printed_at = time.perf_counter() if self._is_reporting else 0.0
+        self._discards = 0  # `EngineSteps.discards` when the loss was noted
+        self._printed_samples = 0
+        if self._is_first and config.dump_state:
+            dump_state(run)
         tuning = config.autotuning
         path = None if tuning is None else tuning.metric_path
         self._autotuning_run = None if tuning is None or path is None else AutotuningRun(tuning, Path(path), run, steps)
@@ -199,8 +93,7 @@ class Reports:
     def _profile_now(self, block: ProfilerBlock) -> Iterator[None]:
         profiler = self.flops_profiler
         step = self._run.global_steps + 1
-        is_first = world.rank() == 0  # the other ranks run the same forward, and measure nothing
-        if is_first:
+        if self._is_first:  # the other ranks run the same forward, and measure nothing
             profiler.start_profile()
         try:
             yield
@@ -210,24 +103,81 @@ class Reports:
         profiler.stop_profile()
         self._profile = None
         depth, top, detailed = block.module_depth, block.top_modules, block.detailed
-        if is_first and block.output_file:
+        if self._is_first and block.output_file:
             profiler.print_model_profile(step, depth, top, detailed, block.output_file)
-        elif is_first:
+        elif self._is_first:
             logger.log(NOTICE, "%s", profiler.text(step, depth, top, detailed))
 
     def note_loss(self, loss: torch.Tensor) -> None:
-        if self._reporter is not None:
-            self._reporter.note_loss(loss)
+        """Add one micro-batch's part of the step's loss; it is read at the step, so that this waits for no device."""
+        if self._monitors.writers:
+            part = loss.detach().mean()
+            before = self._take_loss()
+            self._loss = part if before is None else before + part
+
+    def _take_loss(self) -> torch.Tensor | None:
+        """The loss noted so far; None: there is none, or its gradients were discarded."""
+        loss, self._loss = self._loss, None
+        discards, self._discards = self._discards, self._steps.discards
+        return loss if discards == self._discards else None
 
     def report_step(self) -> None:
         """Raises SystemExit: this was the last step of a run that `zero run --autotuning` measures."""
         if self._reported_steps == self._steps.decided_steps:
             return
         self._reported_steps = self._steps.decided_steps
-        if self._reporter is not None:
-            self._reporter.on_step_end(self._run, self)
+        if self._is_reporting:
+            self._report()
         if self._autotuning_run is not None:
             self._autotuning_run.on_step_end()
+
+    def _report(self) -> None:
+        run, config = self._run, self._run.config
+        now = self.seconds_so_far()
+        self._times = {name: now[name] - self._seconds[name] for name in TIMES}
+        self._seconds = now
+        loss = self._take_loss()
+        if self._monitors.writers:
+            self._monitors.write_events(self._events(loss))
+        if config.steps_per_print is not None and run.global_steps % config.steps_per_print == 0:
+            logger.log(NOTICE, "%s", self._progress())
+        if config.wall_clock_breakdown:
+            parts = " | ".join(f"{name}: {1e3 * seconds:.2f}" for name, seconds in self._times.items())
+            logger.log(NOTICE, "step=%d, time (ms) | %s", run.global_steps, parts)
+        if config.memory_breakdown:
+            logger.log(NOTICE, "step=%d, memory | %s", run.global_steps, memory_line(run))
+        if self._logs_collectives:
+            self.log_summary()
+
+    def _events(self, loss: torch.Tensor | None) -> list[MonitorEvent]:
+        run = self._run
+        samples = run.global_samples
+        values: dict[str, Any] = {"lr": learning_rates(run.updater)[0]}
+        if loss is not None:
+            values = {"train_loss": loss.item(), **values}
+        if run.config.fp16.enabled:
+            values["loss_scale"] = run.scaler.cur_scale
+        norm = run.parts.stepper.norm
+        if norm is not None:
+            values["grad_norm"] = norm
+        if run.config.wall_clock_breakdown:
+            values |= {f"elapsed_time_ms_{name}": 1e3 * seconds for name, seconds in self._times.items()}
+        return [(f"Train/Samples/{tag}", float(value), samples) for tag, value in values.items()]
+
+    def _progress(self) -> str:
+        run, now, samples = self._run, time.perf_counter(), self._steps.decided_samples
+        rate = (samples - self._printed_samples) / max(now - self._printed_at, 1e-9)
+        self._printed_at = now
+        self._printed_samples = samples
+        parts = [
+            f"step={run.global_steps}",
+            f"skipped={run.skipped_steps}",
+            f"lr={learning_rates(run.updater)}",
+            f"mom={momentum_of(run.updater)}",
+        ]
+        if run.config.fp16.enabled:
+            parts.append(f"loss_scale={run.scaler.cur_scale:g}")
+        return ", ".join([*parts, f"samples/s={rate:.4g}"])
 
     def seconds_so_far(self) -> dict[str, float]:
         """See `ZeroEngine.seconds_so_far`."""
@@ -237,9 +187,9 @@ class Reports:
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """See `ZeroEngine.get_wall_clock_timers`."""
-        if self._reporter is None or not self._run.config.wall_clock_breakdown:
+        if not self._is_reporting or not self._run.config.wall_clock_breakdown:
             return {}
-        return {name: 1e3 * seconds for name, seconds in self._reporter.times.items()}
+        return {name: 1e3 * seconds for name, seconds in self._times.items()}
 
     def log_summary(self) -> dict[str, dict[str, int]]:
         """See `ZeroEngine.log_summary`."""
@@ -301,3 +251,36 @@ class Reports:
             isa=kernels.isa(),
             taken_at_seconds=time.monotonic(),
         )
+
+
+def dump_state(run: Run) -> None:
+    """Log every configuration value in effect, with its origin."""
+    config = run.config
+    lines = [f"{path} = {json.dumps(value)} ({config.origin(path)})" for path, value in _leaves(config.as_dict())]
+    optimizer = "none" if run.updater is None else f"{len(run.updater.param_groups)} param groups"
+    lines += [f"optimizer: {optimizer}", f"lr_scheduler: {type(run.lr_scheduler).__name__}"]
+    logger.log(NOTICE, "configuration in effect:\n  %s", "\n  ".join(lines))
+
+
+def _leaves(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, item in value.items():
+        if isinstance(item, dict):
+            found += _leaves(item, f"{prefix}{key}.")
+        elif item is not None:
+            found.append((prefix + key, item))
+    return found
+
+
+def memory_line(run: Run) -> str:
+    """The memory that this rank holds now, and its maximum so far."""
+    parts = [f"host arena: {format_bytes(run.parts.storage.host_pool.peak_bytes)} at most"]
+    if is_accelerator(run.device):
+        module = module_of(run.device)
+        now, most = module.memory_allocated(run.device), module.max_memory_allocated(run.device)
+        parts.append(f"device: {format_bytes(now)}, {format_bytes(most)} at most")
+    resident = psutil.Process().memory_info().rss
+    parts.append(f"resident: {format_bytes(resident)}")
+    # The kernel notes a peak later than what is resident now.
+    parts.append(f"{format_bytes(max(resident, peak_rss_bytes()))} at most")
+    return " | ".join(parts)

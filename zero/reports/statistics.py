@@ -77,9 +77,3 @@ class Statistics:
             nvme_written_bytes_per_step=written_bytes / steps if steps > 0 else 0.0,
             nvme_written_bytes_per_day=written_bytes / seconds * SECONDS_PER_DAY if seconds > 0 else 0.0,
         )
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of uses that found their unit resident."""
-        uses = self.prefetch_hits + self.prefetch_late + self.prefetch_misses
-        return self.prefetch_hits / uses if uses else 1.0
