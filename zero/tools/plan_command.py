@@ -9,15 +9,16 @@ not fit is refused with the knob to turn and the smallest machine that would do.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import importlib
 import json
 import os
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,6 @@ from zero.plan.machine import Machine, read_machine
 from zero.plan.plan import DEVICE, HOST, NVME, Plan
 from zero.plan.traffic import StepTraffic, step_traffic
 from zero.reports.log import format_count
-from zero.tools.plan_choices import Choice, choice_lines, find_choices, tier_sizes
 
 RATE_NUMEL = 4 << 20
 RATE_ROUNDS = 3
@@ -55,6 +55,16 @@ DEFAULT = {
     "zero_optimization": {"stage": 3, "offload_param": {**ON_A_DRIVE}, "offload_optimizer": {**ON_A_DRIVE}},
 }
 """The configuration that is planned if no CONFIG is given."""
+TIERS = (DEVICE, HOST, NVME)
+PARAM, OPTIMIZER = "zero_optimization.offload_param", "zero_optimization.offload_optimizer"
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    'memory_budget.host "auto"': {"memory_budget.host": "auto"},
+    'offload_optimizer.state_dtype "8bit"': {f"{OPTIMIZER}.state_dtype": "8bit"},
+    'offload_param.device "cpu"': {f"{PARAM}.device": "cpu"},
+    'offload_optimizer.device "cpu"': {f"{OPTIMIZER}.device": "cpu"},
+    'both devices "cpu"': {f"{PARAM}.device": "cpu", f"{OPTIMIZER}.device": "cpu"},
+}
+"""Name of a choice -> the keys that it sets."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +96,30 @@ class StepTime:
     fetch_seconds: float | None  # Reads of units for backward and further forwards.
     copy_seconds: float | None  # Copies to and from a GPU; they overlap with everything else.
     expected_seconds: float | None  # None if one of them is not known.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """A row of `--choices`: what one changed key gives, or the reason why there is no plan with it."""
+
+    name: str
+    tier_bytes: Mapping[str, int]
+    moved_bytes: int | None = None
+    expected_seconds: float | None = None
+    is_assumed: bool = False  # Whether the seconds are at rates that were not measured.
+    refusal: str = ""
+
+    def cells(self) -> list[str]:
+        if self.refusal:
+            return [self.name, self.refusal]
+        mark = "~" if self.is_assumed else ""
+        seconds = "not known" if self.expected_seconds is None else f"{mark}{self.expected_seconds:.3g} s"
+        return [
+            self.name,
+            *(format_bytes(self.tier_bytes[t]) for t in TIERS),
+            format_bytes(self.moved_bytes or 0),
+            seconds,
+        ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -138,8 +172,7 @@ def run(options: argparse.Namespace) -> int:
     traffic = plans.traffic(layout, plan)
     rates = find_rates(config, plan, traffic, options)
     seconds = step_time(traffic, rates)
-    cost = partial(plans.cost_or_assumed, rates)
-    choices = find_choices(content, plans.make_plan, cost) if options.choices else []
+    choices = plans.choices(content, rates) if options.choices else []
     if options.json:
         facts = {"parameters": plans.numel, "smallest_bytes": least}
         facts |= _as_dict(plan, layout, traffic, rates, seconds)
@@ -147,9 +180,9 @@ def run(options: argparse.Namespace) -> int:
         return 0
     print("\n".join([plan.table(), *_time_lines(traffic, rates, seconds)]))
     if options.choices:
-        now = Choice("CONFIG unchanged", tier_sizes(plan), *cost(layout, plan))
-        print("\n".join(["what each single change gives", *choice_lines(now, choices)]))
-        if any(choice.is_assumed for choice in (now, *choices)):
+        choices.insert(0, plans.choice("CONFIG unchanged", rates, layout, plan))
+        print("\n".join(["what each single change gives", *_choice_lines(choices)]))
+        if any(choice.is_assumed for choice in choices):
             print(
                 "  ~: at assumed speeds where none is measured or given: the drive reads "
                 f"{ASSUMED_READ_RATE / 1e9:g} GB/s, or reads and writes {ASSUMED_MIXED_RATE / 1e9:g}, and copies to a "
@@ -196,12 +229,55 @@ class ModelPlans:
         traffic = self.traffic(layout, plan)
         return traffic.nvme_read_bytes + traffic.nvme_write_bytes, step_time(traffic, rates).expected_seconds
 
-    def cost_or_assumed(self, rates: Rates, layout: Layout, plan: Plan) -> tuple[int, float | None, bool]:
-        """As `cost`, and whether the seconds are at assumed rates, because some are not known."""
+    def choice(self, name: str, rates: Rates, layout: Layout, plan: Plan) -> Choice:
         moved_bytes, seconds = self.cost(rates, layout, plan)
-        if seconds is not None:
-            return moved_bytes, seconds, False
-        return *self.cost(rates.with_assumed_rates(), layout, plan), True
+        is_assumed = seconds is None
+        if is_assumed:
+            seconds = self.cost(rates.with_assumed_rates(), layout, plan)[1]
+        return Choice(name, tier_sizes(plan), moved_bytes, seconds, is_assumed)
+
+    def choices(self, content: dict[str, Any], rates: Rates) -> list[Choice]:
+        """A row for each of `CHANGES` that `content` does not have yet and that has an effect on it."""
+        choices = []
+        for name, change in CHANGES.items():
+            changed = copy.deepcopy(content)
+            if not all([_set(changed, path, value) for path, value in change.items()]):  # as another row, or CONFIG
+                continue
+            try:
+                choices.append(self.choice(name, rates, *self.make_plan(changed)))
+            except ConfigError:  # it contradicts another key, so it is not a choice here
+                continue
+            except BudgetError as error:
+                choices.append(Choice(name, {}, refusal=re.split(r"[;\n]", str(error))[0].strip()))
+        return choices
+
+
+def tier_sizes(plan: Plan) -> dict[str, int]:
+    return {tier: plan.tier_bytes(tier) for tier in TIERS}
+
+
+def _set(content: dict[str, Any], path: str, value: Any) -> bool:
+    """Set a key. Returns False if nothing changed; a tier is only changed if something is offloaded already."""
+    *blocks, key = path.split(".")
+    block = content
+    for name in blocks:
+        block = block.setdefault(name, {})
+        if not isinstance(block, dict):
+            return False
+    if block.get(key) == value or (blocks[0] == "zero_optimization" and block.get("device") in (None, "none")):
+        return False
+    block[key] = value
+    return True
+
+
+def _choice_lines(choices: list[Choice]) -> list[str]:
+    head = ["with", *TIERS, "moved a step", "data movement"]
+    rows = [head, *(choice.cells() for choice in choices)]
+    widths = [max(len(row[column]) for row in rows if len(row) == len(head)) for column in range(1, len(head))]
+    first = max(len(row[0]) for row in rows)
+    # A refusal is one cell, so it has no width to keep.
+    padded = [[cell.rjust(width) for cell, width in zip(row[1:], widths, strict=False)] for row in rows]
+    return [f"  {row[0].ljust(first)}  {'  '.join(cells)}".rstrip() for row, cells in zip(rows, padded, strict=True)]
 
 
 def _content(options: argparse.Namespace) -> dict[str, Any]:
@@ -439,7 +515,7 @@ def _as_dict(plan: Plan, layout: Layout, traffic: StepTraffic, rates: Rates, sec
     return {
         "units": len(layout.units),
         "rows": [dataclasses.asdict(row) for row in plan.rows],
-        "total_bytes": {tier: plan.tier_bytes(tier) for tier in (DEVICE, HOST, NVME)},
+        "total_bytes": tier_sizes(plan),
         "limits": dataclasses.asdict(plan.limits),
         "step": {
             **dataclasses.asdict(traffic),
