@@ -92,7 +92,15 @@ class Timeline:
 
     def span(self, track: Track, name: str, nbytes: int = 0) -> AbstractContextManager[None]:
         """A context that is timed. It is recorded if the timeline is on at both its ends, also if it raises."""
-        return _Running(self, track, name, nbytes) if self.is_on else _OFF
+        return self._record(track, name, nbytes) if self.is_on else _OFF
+
+    @contextmanager
+    def _record(self, track: Track, name: str, nbytes: int) -> Iterator[None]:
+        begin_ns = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self.add(track, name, begin_ns, nbytes)
 
     def add(self, track: Track, name: str, begin_ns: int, nbytes: int = 0) -> None:
         """Record a span that began at `begin_ns` (time.perf_counter_ns) and ends now; does nothing while off."""
@@ -102,24 +110,6 @@ class Timeline:
 
 
 _OFF: AbstractContextManager[None] = nullcontext()
-
-
-class _Running:
-    """A span that has begun."""
-
-    __slots__ = ("_begin_ns", "_name", "_nbytes", "_timeline", "_track")
-
-    def __init__(self, timeline: Timeline, track: Track, name: str, nbytes: int) -> None:
-        self._timeline = timeline
-        self._track: Track = track
-        self._name = name
-        self._nbytes = nbytes
-
-    def __enter__(self) -> None:
-        self._begin_ns = time.perf_counter_ns()
-
-    def __exit__(self, *error: object) -> None:
-        self._timeline.add(self._track, self._name, self._begin_ns, self._nbytes)
 
 
 @dataclass(slots=True)

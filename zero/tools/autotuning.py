@@ -85,17 +85,11 @@ def find_config(words: Sequence[str]) -> ScriptArgument:
 
     Raises ConfigError: there is none, or more than one candidate.
     """
-    by_flag, by_suffix = [], []
-    for index, word in enumerate(words):
-        flag, _, value = word.partition("=")
-        is_flag = flag.startswith("--") and flag[2:].replace("-", "_") in FLAGS
-        if is_flag and value:
-            by_flag.append(ScriptArgument(index, f"{flag}=", value))
-        elif is_flag and index + 1 < len(words) and Path(words[index + 1]).is_file():
-            by_flag.append(ScriptArgument(index + 1, "", words[index + 1]))
-        elif word.endswith(".json") and Path(word).is_file():
-            by_suffix.append(ScriptArgument(index, "", word))
-    candidates = by_flag or by_suffix
+    named = [argument for flag, argument in _arguments(words) if flag[2:].replace("-", "_") in FLAGS]
+    candidates = [a for a in named if a.value and (a.prefix or Path(a.value).is_file())]
+    if not candidates:
+        files = [(index, word) for index, word in enumerate(words) if word.endswith(".json") and Path(word).is_file()]
+        candidates = [ScriptArgument(index, "", word) for index, word in files]
     if len(candidates) != 1:
         listed = ", ".join(candidate.value for candidate in candidates) or "none"
         raise ConfigError(
@@ -238,13 +232,17 @@ def with_argument(words: Sequence[str], argument: str, value: int) -> list[str]:
 
 
 def _find_argument(words: Sequence[str], argument: str) -> ScriptArgument | None:
-    flag = f"--{argument.lstrip('-')}"
+    return next((found for flag, found in _arguments(words) if flag == f"--{argument.lstrip('-')}"), None)
+
+
+def _arguments(words: Sequence[str]) -> Iterator[tuple[str, ScriptArgument]]:
+    """Each flag with the word after it, or with its value in the same word."""
     for index, word in enumerate(words):
-        if word.startswith(f"{flag}="):
-            return ScriptArgument(index, f"{flag}=", word.removeprefix(f"{flag}="))
-        if word == flag and index + 1 < len(words):
-            return ScriptArgument(index + 1, "", words[index + 1])
-    return None
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--") and equals:
+            yield flag, ScriptArgument(index, f"{flag}=", value)
+        elif flag.startswith("--") and index + 1 < len(words):
+            yield flag, ScriptArgument(index + 1, "", words[index + 1])
 
 
 if __name__ == "__main__":

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from offload.errors import ConfigError
 from offload.files.trace_events import COUNTERS
 from offload.timeline import COMPUTE, STALLS, TRACKS
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 WIDTH_PIXELS, HEIGHT_PIXELS = 1800, 1080
 DOTS_PER_INCH = 200  # On a page 900 pixels wide, letters have at least 12 pixels.
@@ -68,22 +65,22 @@ def summary(document: Mapping[str, Any]) -> str:
     try:
         facts = document["otherData"]
         seconds, steps, exposed = facts["seconds"], facts["steps"], facts["exposed_wait_seconds"]
-        moved = [(word, facts[f"nvme_{key}_bytes"], facts[f"nvme_{key}_seconds"]) for key, word in _DIRECTIONS]
+        moved = {
+            "read": (facts["nvme_read_bytes"], facts["nvme_read_seconds"]),
+            "written": (facts["nvme_write_bytes"], facts["nvme_write_seconds"]),
+        }
         dropped = facts["spans_dropped"]
     except (AttributeError, KeyError, TypeError) as error:
         raise ConfigError(
             f"the file is not a timeline of an engine, as zero trace records it ({type(error).__name__}: {error})"
         ) from error
     parts = [f"{steps} step{'s' * (steps != 1)} in {seconds:.3f} s", f"exposed wait {exposed / max(seconds, 1e-9):.0%}"]
-    for word, nbytes, busy in moved:
+    for word, (nbytes, busy) in moved.items():
         if nbytes:
             parts.append(f"{word} {nbytes / 1e9:.2f} GB at {nbytes / max(busy, 1e-9) / 1e9:.2f} GB/s")
     if dropped:
         parts.append(f"{dropped:,} oldest spans dropped")
     return ", ".join(parts)
-
-
-_DIRECTIONS = (("read", "read"), ("write", "written"))
 
 
 def draw(document: Mapping[str, Any], path: Path) -> None:
@@ -95,17 +92,16 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    title, facts = summary(document), document["otherData"]
     size = WIDTH_PIXELS / DOTS_PER_INCH, HEIGHT_PIXELS / DOTS_PER_INCH
     with rc_context({"font.size": FONT_POINTS}):
         figure = Figure(figsize=size, dpi=DOTS_PER_INCH, layout="constrained")
         lanes, speed = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
-        title = summary(document)
         figure.suptitle(title, fontsize=FONT_POINTS)
         spans = list(bars(document))
-        _draw_lanes(lanes, spans, document["otherData"]["seconds"] * 1e3)
+        _draw_lanes(lanes, spans, facts["seconds"] * 1e3)
         _draw_throughput(speed, document)
-        facts = document["otherData"]
-        _draw_steps(lanes, speed, spans, facts["steps_before"], facts["steps"])
+        _draw_steps((lanes, speed), spans, facts["steps_before"], facts["steps"])
         figure.savefig(path, format="png", dpi=DOTS_PER_INCH)
 
 
@@ -125,7 +121,7 @@ def bars(document: Mapping[str, Any]) -> Iterator[Bar]:
         yield Bar(lane, row, event["name"], begin, width)
 
 
-def _draw_lanes(axes: Axes, spans: list[Bar], end_ms: float) -> None:
+def _draw_lanes(axes: Any, spans: list[Bar], end_ms: float) -> None:
     used = [lane for lane in TRACKS if any(bar.lane == lane for bar in spans)]
     for number, lane in enumerate(used):
         lane_spans = [bar for bar in spans if bar.lane == lane and (lane != COMPUTE or bar.row < LEVELS_MAX)]
@@ -140,20 +136,20 @@ def _draw_lanes(axes: Axes, spans: list[Bar], end_ms: float) -> None:
     axes.set(ylim=(-max(len(used), 1), 0), xlim=(0, max(end_ms, 1e-3)))
 
 
-def _draw_steps(lanes: Axes, speed: Axes, spans: list[Bar], steps_before: int, count: int) -> None:
+def _draw_steps(panels: tuple[Any, Any], spans: list[Bar], steps_before: int, count: int) -> None:
     """Draw a line through both panels at the end of each of `count` steps, and the step's number above."""
     begin_ms = 0.0
     calls = sorted((bar for bar in spans if bar.lane == COMPUTE and bar.name == STEP), key=lambda bar: bar.begin_ms)
     calls_per_step = max(len(calls) // max(count, 1), 1)  # `step()` is called once for each micro-batch
     for number, step in enumerate(calls[calls_per_step - 1 :: calls_per_step], start=steps_before + 1):
         end_ms = step.begin_ms + step.width_ms
-        for axes in (lanes, speed):
+        for axes in panels:
             axes.axvline(end_ms, color="0", lw=0.9, ls="--")
-        lanes.text((begin_ms + end_ms) / 2, 0.03, f"step {number}", ha="center", va="bottom")
+        panels[0].text((begin_ms + end_ms) / 2, 0.03, f"step {number}", ha="center", va="bottom")
         begin_ms = end_ms
 
 
-def _draw_row(axes: Axes, line: list[Bar], top: float, height: float, end_ms: float) -> None:
+def _draw_row(axes: Any, line: list[Bar], top: float, height: float, end_ms: float) -> None:
     spans, colours = [(bar.begin_ms, bar.width_ms) for bar in line], [bar.colour for bar in line]
     # The thin edge keeps bars that are narrower than a pixel visible.
     axes.broken_barh(spans, (top - height, height), facecolors=colours, edgecolors=colours, lw=0.2)
@@ -163,7 +159,7 @@ def _draw_row(axes: Axes, line: list[Bar], top: float, height: float, end_ms: fl
             axes.text(*place, bar.name, ha="center", va="center", fontsize=LABEL_POINTS, clip_on=True)
 
 
-def _draw_throughput(axes: Axes, document: Mapping[str, Any]) -> None:
+def _draw_throughput(axes: Any, document: Mapping[str, Any]) -> None:
     for name, lane in COUNTERS.items():
         points = [(e["ts"] / 1e3, e["args"]["GB/s"]) for e in document["traceEvents"] if e["name"] == name]
         if points:
