@@ -17,6 +17,7 @@ from zero.plan.machine import peak_rss_bytes
 
 DISK_BLOCK_BYTES = 512
 """Unit of st_blocks, whatever the file system's own block is."""
+SECONDS_PER_DAY = 86_400
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,10 @@ class Span:
             exposed_wait_seconds=grown("exposed_wait_seconds") / steps,
             nvme_read_bytes=grown("nvme_read_bytes"),
             nvme_write_bytes=grown("nvme_write_bytes"),
-            **dataclasses.asdict(after.wear_since(before)),
+            nvme_written_bytes_per_step=grown("nvme_write_bytes") / steps,
+            nvme_written_bytes_per_day=grown("nvme_write_bytes")
+            / max(grown("taken_at_seconds"), 1e-9)
+            * SECONDS_PER_DAY,
             read_gb_per_second=rate(grown("nvme_read_bytes"), grown("nvme_read_seconds")),
             write_gb_per_second=rate(grown("nvme_write_bytes"), grown("nvme_write_seconds")),
             gathers=grown("gathers"),

@@ -28,7 +28,7 @@ PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 # Products that torch's counter does not know, from the shapes of their arguments. Of attention it knows the GPUs'
 # operations; as there, causal attention is not halved. In products of groups each element meets a row of its group,
 # whichever dimension is grouped.
-EXTRA_FORMULAS: dict[Any, Callable[..., int]] = {
+EXTRA_FORMULAS: dict[Any, Any] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: (
         2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
     ),

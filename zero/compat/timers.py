@@ -307,6 +307,6 @@ class EngineThroughput(ThroughputTimer):
         """Samples per second in forward, backward and step of the engine, from its first step on."""
         if self.initialized:
             return super().avg_samples_per_sec()
-        seconds = self._engine.seconds_so_far()
-        spent = seconds["forward"] + seconds["backward"] + seconds["step"]
+        now = self._engine.statistics()
+        spent = now.forward_seconds + now.backward_seconds + now.optimizer_seconds
         return self._engine.global_samples / spent if self._engine.global_samples and spent else float("-inf")

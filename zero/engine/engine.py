@@ -890,10 +890,6 @@ class ZeroEngine(ConfigGetters, nn.Module):
         """Statistics of the run so far."""
         return self.reports.statistics()
 
-    def seconds_so_far(self) -> dict[str, float]:
-        """Seconds that the loop has spent, by `TIMES`."""
-        return self.reports.seconds_so_far()
-
     def log_summary(self) -> dict[str, dict[str, int]]:
         """Log the traffic of collectives on this rank so far, and return it: purpose -> calls, elements, bytes.
 

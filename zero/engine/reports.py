@@ -133,7 +133,9 @@ class Reports:
 
     def _report(self) -> None:
         run, config = self._run, self._run.config
-        now = self.seconds_so_far()
+        waited = run.parts.storage.io_loop.exposed_wait.seconds
+        times = self.forward.seconds, self.backward.seconds, self._steps.stopwatch.seconds, waited
+        now = dict(zip(TIMES, times, strict=True))
         self._times = {name: now[name] - self._seconds[name] for name in TIMES}
         self._seconds = now
         loss = self._take_loss()
@@ -178,12 +180,6 @@ class Reports:
         if run.config.fp16.enabled:
             parts.append(f"loss_scale={run.scaler.cur_scale:g}")
         return ", ".join([*parts, f"samples/s={rate:.4g}"])
-
-    def seconds_so_far(self) -> dict[str, float]:
-        """See `ZeroEngine.seconds_so_far`."""
-        waited = self._run.parts.storage.io_loop.exposed_wait.seconds
-        times = self.forward.seconds, self.backward.seconds, self._steps.stopwatch.seconds, waited
-        return dict(zip(TIMES, times, strict=True))
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """See `ZeroEngine.get_wall_clock_timers`."""

@@ -6,7 +6,7 @@ import csv
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,7 +97,7 @@ class CometExperiment(Monitor):
 
 
 # Block -> (the package that it needs, its monitor).
-KINDS: dict[str, tuple[str | None, Callable[[Any], Monitor]]] = {
+KINDS: dict[str, tuple[str | None, type[Any]]] = {
     "tensorboard": ("tensorboard", TensorBoardFiles),
     "wandb": ("wandb", WandbRun),
     "csv_monitor": (None, CsvFiles),

@@ -5,17 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-SECONDS_PER_DAY = 86_400
-
-
-@dataclass(frozen=True, slots=True)
-class Wear:
-    """The wear of the drives by a run; drives are rated in bytes written."""
-
-    nvme_written_bytes_per_step: float
-    nvme_written_bytes_per_day: float
-    """Extrapolated from the measured time."""
-
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
@@ -67,13 +56,3 @@ class Statistics:
     isa: str
     taken_at_seconds: float
     """Time of the collection, on the clock of time.monotonic."""
-
-    def wear_since(self, earlier: Statistics) -> Wear:
-        """The bytes written to NVMe since an earlier call; zeros if no step or no time lies between."""
-        written_bytes = self.nvme_write_bytes - earlier.nvme_write_bytes
-        steps = self.steps - earlier.steps
-        seconds = self.taken_at_seconds - earlier.taken_at_seconds
-        return Wear(
-            nvme_written_bytes_per_step=written_bytes / steps if steps > 0 else 0.0,
-            nvme_written_bytes_per_day=written_bytes / seconds * SECONDS_PER_DAY if seconds > 0 else 0.0,
-        )
