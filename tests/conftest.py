@@ -112,12 +112,6 @@ def on_the_gpu(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(autouse=True)
-def no_cache_of_others(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measurements of this machine's user must not decide how the tests open their disks."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "no-cache"))
-
-
 @pytest.fixture(scope="module", params=[True, False], ids=["swap", "no swap"])
 def swaps(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Whether torch can swap storages, as 2.13 can and 2.11 cannot."""

@@ -88,13 +88,11 @@ def make(folder: Path, run: Run) -> Path:
         "WORLD_SIZE": str(run.ranks),
         "OMP_NUM_THREADS": "1",
     }
-    # Use the user's cache, so that operators compiled before are found; tests set their own cache.
-    inherited = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
     processes = [
         subprocess.Popen(
             command,
             env={
-                **inherited,
+                **os.environ,
                 **shared,
                 "PATH": search_path(),
                 "DS_ACCELERATOR": "cpu",

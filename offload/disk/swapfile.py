@@ -66,7 +66,6 @@ class SwapSpace:
     Args:
         paths: existing folders, best on different drives.
         capacity_bytes: reserved at once, so a full disk fails before training does.
-        speeds: bytes per second of each path's device, to stripe by; None: measured if there are several devices.
         pending_free: device number -> bytes that other files there free while the space is filled. If the space needs
             them, `reserve` makes the reservation later, once the space is filled.
 
@@ -82,7 +81,6 @@ class SwapSpace:
         self,
         paths: Sequence[Path | str],
         capacity_bytes: int,
-        speeds: Sequence[float] | None = None,
         pending_free: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self.direct = True
@@ -91,7 +89,7 @@ class SwapSpace:
         if not folders:
             raise ConfigError("swap space: nvme_path is empty; give at least one folder")
         self.capacity_bytes = 0
-        self._map = StripeMap(stripe_weights(folders, speeds))
+        self._map = StripeMap(stripe_weights(folders))
         needs = self._lengths(capacity_bytes)
         check_room(folders, needs, pending_free)
         try:
@@ -296,24 +294,21 @@ def _rooms(folders: Sequence[Path], needs: Sequence[int]) -> Iterator[tuple[Path
         )
 
 
-def stripe_weights(folders: Sequence[Path], speeds: Sequence[float] | None) -> list[float]:
-    """Each folder's share of its device's speed; devices of unknown speed are measured for a second or two each.
+def stripe_weights(folders: Sequence[Path]) -> list[float]:
+    """Each folder's share of its device's speed; if there are several devices, each is measured for a second or two.
 
     If one cannot be measured, all count alike: ranks that measure at the same time may have no room for it together.
-    `speeds`: bytes per second of each folder's device, if they are known.
     """
     devices = [folder.stat().st_dev for folder in folders]
-    if speeds is None:
-        if len(set(devices)) == 1:
-            return [1.0] * len(folders)
+    speeds = dict.fromkeys(devices, 1.0)
+    if len(speeds) > 1:
+        folder_of = dict(zip(devices, folders, strict=True))
         try:
-            measured = {device: mixed_speed(folder) for device, folder in zip(devices, folders, strict=True)}
+            speeds = {device: mixed_speed(folder) for device, folder in folder_of.items()}
         except (ConfigError, StorageError) as error:
             message = f"the devices of nvme_path get equal shares, because one could not be measured: {error}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
-            measured = dict.fromkeys(devices, 1.0)
-        speeds = [measured[device] for device in devices]
-    return [speed / devices.count(device) for speed, device in zip(speeds, devices, strict=True)]
+    return [speeds[device] / devices.count(device) for device in devices]
 
 
 def _reserve(file: SwapFile, begin: int, end: int, offset: int) -> None:

@@ -167,9 +167,9 @@ class SnapshotFiles:
             remove_empty([folder.parent for folder in self.folders])
         self._close_descriptors()
 
-    def open_swap(self, capacity_bytes: int, speeds: Sequence[float] | None) -> SnapshotSwap:
+    def open_swap(self, capacity_bytes: int) -> SnapshotSwap:
         """The swap space in the files. Raises as `SnapshotSwap`."""
-        return SnapshotSwap(self, capacity_bytes, speeds, self.geometry)
+        return SnapshotSwap(self, capacity_bytes, self.geometry)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -263,12 +263,11 @@ class SnapshotSwap(SwapSpace):
         self,
         files: SnapshotFiles,
         capacity_bytes: int,
-        speeds: Sequence[float] | None = None,
         geometry: tuple[Sequence[int], int] | None = None,
     ) -> None:
         self._snapshot, self.direct, self.capacity_bytes = files, files.direct, 0
         folders = [folder.parent for folder in files.folders]
-        self._map = StripeMap(stripe_weights(folders, speeds)) if geometry is None else StripeMap.of_counts(*geometry)
+        self._map = StripeMap(stripe_weights(folders)) if geometry is None else StripeMap.of_counts(*geometry)
         named = zip(files.descriptors, files.folders, strict=True)
         self._files = [SwapFile(descriptor, str(folder / "swap")) for descriptor, folder in named]
         try:

@@ -57,7 +57,6 @@ class Clients:
         alias: folder to have first on the path; None runs without one.
         environment: more of the environment.
         preloaded: modules to import before the first case.
-        without: variables that are not inherited.
     """
 
     def __init__(
@@ -65,11 +64,10 @@ class Clients:
         alias: Path | str | None,
         environment: Mapping[str, str] | None = None,
         preloaded: tuple[str, ...] = PRELOADED,
-        without: tuple[str, ...] = (),
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="clients-")
         paths = [str(alias)] if alias is not None else []
-        inherited = {name: value for name, value in os.environ.items() if name not in (*LAUNCHED, *without)}
+        inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
         self._environment = {
             **inherited,
             "PYTHONPATH": os.pathsep.join([*paths, str(ROOT), str(TESTS), str(HERE)]),

@@ -99,8 +99,7 @@ class Both:
         self._folder = Path(tempfile.mkdtemp(prefix="oracle-"))
         self._sides = {
             "ours": Clients(ALIAS, preloaded=("deepspeed", *preloaded())),
-            # What was compiled before is used; tests have a cache of their own.
-            "theirs": Clients(None, real, preloaded=("deepspeed", *preloaded()), without=("XDG_CACHE_HOME",)),
+            "theirs": Clients(None, real, preloaded=("deepspeed", *preloaded())),
         }
 
     def run(self, row: Row) -> Compared:

@@ -75,7 +75,7 @@ class Side:
         self.index, self.share = index, share
         self.aio = open_aio(AioOptions(backend=backend, chunk_bytes=2 * PAGE))
         self.region = SharedHostMemory(region_bytes(), "weights", prefault=False)
-        swap = SwapSpace(folders(path, 2), 100 * PAGE, [1.0, 2.0])
+        swap = SwapSpace(folders(path, 2), 100 * PAGE)
         self.plane = plane_over(Disk(self.aio, swap), self.region)
         self.swap, other = swap, 1 - index
         self.board = NodeBoard.join(index, 2, 2, share)
@@ -109,6 +109,7 @@ def test_each_of_two_processes_reads_what_the_other_has_written(
     except ConfigError as error:
         pytest.skip(str(error))
     # Neither the homes nor what is read is whole stripes; a round is three of them.
+    monkeypatch.setattr(swapfile, "stripe_weights", lambda folders: [1.0, 2.0])
     monkeypatch.setattr(
         swapfile,
         "StripeMap",

@@ -88,7 +88,7 @@ def test_room_that_the_files_have_is_not_asked_for_twice(tmp_path: Path, monkeyp
     geometry = swap.geometry
     swap.close()
     monkeypatch.setattr("offload.disk.swapfile.free_bytes", lambda path: 8192)
-    again = SnapshotSwap(SnapshotFiles([tmp_path], "a", 0), 1 << 20, None, (geometry.counts, geometry.stripe_bytes))
+    again = SnapshotSwap(SnapshotFiles([tmp_path], "a", 0), 1 << 20, (geometry.counts, geometry.stripe_bytes))
     assert again.capacity_bytes == 1 << 20
     again.close()
 

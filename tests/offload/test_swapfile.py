@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -39,9 +39,12 @@ def folders(parent: Path, count: int) -> list[Path]:
 
 
 @contextlib.contextmanager
-def in_stripes_of(stripe_bytes: int = PAGE) -> Iterator[None]:
-    """Swap spaces in small stripes."""
-    with mock.patch.object(swapfile, "StripeMap", functools.partial(StripeMap, stripe_bytes=stripe_bytes)):
+def in_stripes_of(stripe_bytes: int = PAGE, weights: Sequence[float] = (1.0, 2.0, 3.3)) -> Iterator[None]:
+    """Swap spaces in small stripes, over files of these weights."""
+    with (
+        mock.patch.object(swapfile, "StripeMap", functools.partial(StripeMap, stripe_bytes=stripe_bytes)),
+        mock.patch.object(swapfile, "stripe_weights", lambda folders: weights[: len(folders)]),
+    ):
         yield
 
 
@@ -98,11 +101,11 @@ def small_fs(tmp_path: Path) -> Iterator[Path]:
 def test_spans_cover_every_byte_once_in_order_and_no_two_bytes_share_a_place(
     tmp_path: Path, data: st.DataObject, count: int
 ) -> None:
-    speeds = [data.draw(st.floats(0.01, 1.0), label="speed") for _ in range(count)]
+    weights = [data.draw(st.floats(0.01, 1.0), label="weight") for _ in range(count)]
     stripe_bytes = data.draw(st.sampled_from([PAGE, 3 * PAGE]), label="stripe")
     capacity = PAGE * data.draw(st.integers(1, 60), label="pages")
-    with in_stripes_of(stripe_bytes):
-        space = SwapSpace(folders(tmp_path, count), capacity, speeds)
+    with in_stripes_of(stripe_bytes, weights):
+        space = SwapSpace(folders(tmp_path, count), capacity)
         begin = data.draw(st.integers(0, capacity - 1), label="begin")
         end = data.draw(st.integers(begin, capacity), label="end")
         place_of_page = {}
@@ -125,10 +128,9 @@ def test_spans_cover_every_byte_once_in_order_and_no_two_bytes_share_a_place(
         space.close()
 
 
-def test_a_file_gets_stripes_in_proportion_to_the_speed_of_its_device_shared_by_its_files(tmp_path: Path) -> None:
-    """All three lie on one device here: each has a third of what is said of it."""
-    with in_stripes_of():
-        space = SwapSpace(folders(tmp_path, 3), 22 * PAGE, [1.0, 2.0, 8.0])
+def test_a_file_gets_stripes_in_proportion_to_its_weight(tmp_path: Path) -> None:
+    with in_stripes_of(weights=(1.0, 2.0, 8.0)):
+        space = SwapSpace(folders(tmp_path, 3), 22 * PAGE)
         assert space.geometry.counts == (1, 2, 8)
         moved = {path: 0 for path in space.paths}
         for span in space.file_ranges(0, 22 * PAGE):
@@ -189,7 +191,7 @@ def test_extending_reserves_nothing_that_is_in_use(tmp_path: Path, count: int, m
 
     monkeypatch.setattr(linux, "reserve", noted)
     with in_stripes_of():
-        space = SwapSpace(folders(tmp_path, count), 5 * PAGE, [1.0, 2.0, 3.3][:count])
+        space = SwapSpace(folders(tmp_path, count), 5 * PAGE)
         for nbytes in (30 * PAGE, 1, PAGE):
             used = {fd: os.fstat(fd).st_size for fd in space.descriptors}
             reserved.clear()
@@ -224,7 +226,7 @@ def test_where_a_file_system_reserves_nothing_files_get_their_length_and_no_byte
 @pytest.mark.parametrize("count", [1, 3])
 def test_extending_keeps_the_bytes_that_are_there(tmp_path: Path, count: int) -> None:
     with in_stripes_of():
-        space = SwapSpace(folders(tmp_path, count), 5 * PAGE, [1.0, 2.0, 3.3][:count])
+        space = SwapSpace(folders(tmp_path, count), 5 * PAGE)
         store(space, 0, pages(5, 0))
         offset = space.extend(30 * PAGE - 100)
         assert (offset, space.capacity_bytes) == (5 * PAGE, 35 * PAGE)
@@ -338,16 +340,18 @@ def test_the_path_that_has_too_little_is_the_one_that_is_named(
     tmp_path: Path, small_fs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = folders(tmp_path, 1)[0]
+    monkeypatch.setattr(swapfile, "mixed_speed", lambda folder: 1.0)
     room(monkeypatch, {str(other): 60 * MIB, str(small_fs): 40 * MIB})
     with pytest.raises(ConfigError, match=rf"need {50 * MIB:,} bytes, have {40 * MIB:,} at {small_fs}"):
-        SwapSpace([other, small_fs], 100 * MIB, [1.0, 1.0])
+        SwapSpace([other, small_fs], 100 * MIB)
 
 
 def test_a_faster_path_needs_more_room(tmp_path: Path, small_fs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = folders(tmp_path, 1)[0]
+    monkeypatch.setattr(swapfile, "mixed_speed", lambda folder: 3.0 if folder == small_fs else 1.0)
     room(monkeypatch, {str(other): 60 * MIB, str(small_fs): 29 * MIB})
     with pytest.raises(ConfigError, match=rf"need {30 * MIB:,} bytes, have {29 * MIB:,} at {small_fs}"):
-        SwapSpace([other, small_fs], 40 * MIB, [1.0, 3.0])
+        SwapSpace([other, small_fs], 40 * MIB)
 
 
 def test_a_file_system_that_is_full_after_all_refuses_the_reservation_and_keeps_what_was(small_fs: Path) -> None:

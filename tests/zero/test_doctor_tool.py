@@ -14,7 +14,6 @@ import pytest
 from pretended import pretend_accelerator
 
 from offload import health
-from offload.disk import tuning
 from offload.kernels import kernels
 from zero.tools import doctor_command
 from zero.tools.cli import main
@@ -125,7 +124,7 @@ def test_disks_are_measured_only_when_asked(tmp_path: Path, monkeypatch: pytest.
         asked.append(folder)
         raise OSError("no measurement in this test")
 
-    monkeypatch.setattr(tuning, "probe", probe)
+    monkeypatch.setattr(doctor_command, "measure_disk", probe)
     assert "not measured" in facts(tmp_path)[f"{tmp_path}: speed"].value and not asked
     assert facts(tmp_path, probe=True)[f"{tmp_path}: speed"].verdict == UNKNOWN and asked == [tmp_path]
 

@@ -16,14 +16,13 @@ import torch
 from models import build, make_config, tokens
 from probe import layout_of
 
-from offload.disk import tuning
-from offload.disk.disk_identity import identify
+from offload.disk.probe import DiskSpeed
 from offload.errors import ConfigError
 from zero.assembly.model_plan import plan_model
 from zero.config import load_config
 from zero.plan.machine import Machine, read_machine
 from zero.plan.traffic import StepTraffic, step_traffic
-from zero.tools import cli
+from zero.tools import cli, plan_command
 from zero.tools.plan_command import DEFAULT, Rates, build_on_meta, measure_update_rate, step_time
 
 Open = Callable[..., Any]
@@ -103,7 +102,7 @@ def test_the_command_prints_tiers_and_times(
     out = capsys.readouterr().out
     assert "zero-infinity plan (this rank)" in out and "nvme    optimizer states" in out
     assert (
-        f"the disk's speed is not known: run zero tune {nvme_path}" in out
+        "the disk's speed is not known: pass --probe" in out
         and "all data movement: not known, at the same time as the model's own computation" in out
     )
     assert cli.main([*arguments, "--read-rate", "2GB", "--mixed-rate", "1GB", "--update-rate", "1e8"]) == 0
@@ -123,17 +122,18 @@ def test_json_holds_the_same(write: Any, nvme_path: Path, capsys: pytest.Capture
     assert seconds["expected_seconds"] == max(passing / 1e9, seconds["update_seconds"]) + seconds["fetch_seconds"]
 
 
-def test_tuned_disks_give_their_speed(
-    write: Any, nvme_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_disk_is_measured_when_asked(
+    write: Any, nvme_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    setting = tuning.default_setting()
-    tuned = tuning.Tuning(identify(nvme_path), setting, 3e9, 2e9, 4e9, (), (), 1.0, "2026-01-01T00:00:00Z")
-    assert tuning.write_cached(tuned) == ""
+    monkeypatch.setattr(plan_command, "measure_disk", lambda folder: DiskSpeed(3e9, 2e9, 4e9))
     config = write("ds.json", make_config(("nvme", "nvme"), nvme_path))
-    assert cli.main(["plan", "models:GPT", config, "--json", "--update-rate", "1e9"]) == 0
-    rates = json.loads(capsys.readouterr().out)["rates"]
-    assert (rates["read_bytes_per_second"], rates["mixed_bytes_per_second"]) == (3e9, 4e9)
+    arguments = ["plan", "models:GPT", config, "--json", "--update-rate", "1e9", "--probe"]
+    for more, expected in ([], (3e9, 4e9)), (["--read-rate", "1GB"], (1e9, 4e9)):
+        assert cli.main([*arguments, *more]) == 0
+        found = json.loads(capsys.readouterr().out)
+        rates = found["rates"]
+        assert (rates["read_bytes_per_second"], rates["mixed_bytes_per_second"]) == expected
+        assert "the disk's speed was measured just now" in found["notes"]
 
 
 REFUSALS: dict[str, tuple[list[str], str]] = {
@@ -304,9 +304,8 @@ def test_choices_without_a_configuration_are_those_of_the_default_one(
 
 
 def test_choices_have_a_time_without_a_measured_disk_and_say_that_its_speed_is_assumed(
-    write: Any, nvme_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write: Any, nvme_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = write("ds.json", make_config(("nvme", "nvme"), nvme_path))
     words = ["plan", "models:GPT", config, "--host", "64GB", "--device", "24GB", "--update-rate", "1e9", "--choices"]
     rates = {"read": 7, "mixed": 6, "copy": 25}
@@ -361,7 +360,7 @@ def test_the_update_rate_can_be_measured_for_every_state_dtype(dtype: torch.dtyp
 MEASURED = """
 import json, sys, time
 sys.path[:0] = {path!r}
-from zero.tools import cli
+from zero.tools import cli, plan_command
 begin = time.perf_counter()
 status = cli.main(sys.argv[1:])
 # Not ru_maxrss: a process that is started by vfork begins with its parent's.

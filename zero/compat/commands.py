@@ -1,4 +1,4 @@
-"""DeepSpeed's other commands, by name: `ds_report`, `dsr`, `ds_io`, `ds_nvme_tune`, `ds_ssh`, ...
+"""DeepSpeed's other commands, by name: `ds_report`, `dsr`, `ds_io`, `ds_ssh`, ...
 
 Their files in `alias/bin`, and in the distribution named deepspeed, all call `main`.
 """
@@ -6,7 +6,6 @@ Their files in `alias/bin`, and in the distribution named deepspeed, all call `m
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import subprocess
@@ -17,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TextIO
 
-from offload.disk import tuning
 from offload.errors import ZeroInfinityError
 from zero.compat import launcher
 from zero.compat.disk_speed import ds_io
@@ -25,7 +23,6 @@ from zero.compat.elasticity import ds_elastic
 from zero.launch.arguments import DEFAULT_HOSTFILE
 from zero.launch.commands import SSH
 from zero.launch.hosts import read_hostfile
-from zero.tools import cli
 
 Words = Sequence[str]
 _print_lock = threading.Lock()
@@ -35,6 +32,10 @@ REFUSED = {
     "ds_bench": (
         "DeepSpeed's benchmarks of collectives are not part of zero-infinity; for NCCL use nccl-tests, for a whole "
         "step engine.statistics(); `zero doctor` lists the collectives that work on this machine"
+    ),
+    "ds_nvme_tune": (
+        "the engine's aio defaults are what measured fastest, and are not tuned; `zero doctor --probe PATH` measures a "
+        "disk"
     ),
 }
 
@@ -48,26 +49,6 @@ def ds_report(words: Words) -> int:
         parser.add_argument(flag, action="store_true", help="no effect")
     parser.parse_args(words)
     return launcher.report()
-
-
-def ds_nvme_tune(words: Words) -> int:
-    """`zero tune` on the folders; also prints the `aio` block for a DeepSpeed configuration."""
-    parser = argparse.ArgumentParser(
-        prog="ds_nvme_tune", description="Measure the disks of folders: the same as `zero tune`."
-    )
-    parser.add_argument("--nvme_dir", nargs="+", required=True, metavar="PATH", help="the folders of nvme_path")
-    for flag in ("--no_read", "--no_write", "--gpu", "--gds", "--flush_page_cache", "--verbose"):
-        parser.add_argument(flag, action="store_true", help="no effect: zero tune chooses what it measures")
-    for flag in ("--sweep_config", "--io_size", "--log_dir", "--loops"):
-        parser.add_argument(flag, help="no effect: zero tune chooses what it measures")
-    folders = parser.parse_args(words).nvme_dir
-    status = cli.main(["tune", "--force", *folders])
-    results = [result for folder in folders if (result := tuning.read_cached(Path(folder)))] if not status else []
-    if results:
-        chosen = tuning.combine(results)
-        block = {"block_size": chosen.chunk_bytes, "queue_depth": chosen.queue_depth}
-        print(json.dumps({"aio": block}, indent=1))
-    return status
 
 
 def ds_ssh(words: Words) -> int:
@@ -117,7 +98,6 @@ COMMANDS: Mapping[str, Callable[[Words], int]] = {
     "ds_report": ds_report,
     "dsr": ds_report,
     "ds_io": ds_io,
-    "ds_nvme_tune": ds_nvme_tune,
     "ds_ssh": ds_ssh,
     "ds_elastic": ds_elastic,
 }

@@ -37,7 +37,7 @@ SWAPPERS = (
     "DeepSpeed's swappers are not part of zero-infinity; use zero_optimization.offload_param and offload_optimizer"
 )
 ASYNC_IO = (
-    "use AsyncIOBuilder().load().aio_handle(...) for the engine's I/O, and `zero tune` or ds_io to measure a disk"
+    "use AsyncIOBuilder().load().aio_handle(...) for the engine's I/O, and `zero doctor --probe` to measure a disk"
 )
 COMPILE = "DeepCompile is not available; use engine.compile(), which calls torch.compile on the model"
 TIMERS = "use engine.statistics(), which has the same counts"

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from zero.config import features
-from zero.config.fields import AUTO, MEANS_AUTO, ConfigBlock, Flag, Inert, Integer, Only, Word, reads
+from zero.config.fields import AUTO, MEANS_AUTO, ConfigBlock, Flag, Inert, Integer, Only, Text, Word, reads
 from zero.config.numbers import parse_bytes
 
 PAGE_BYTES = 4096
@@ -41,9 +41,7 @@ class AioConfig(ConfigBlock):
     """One system call per request."""
     overlap_events: Flag = True
     """False: a request waits for those before it."""
-    tune: Word[Literal["cached", "probe", "off"]] = "cached"
-    """Ours. Keys above that the user has not set come from measuring the device of nvme_path. "cached": if `zero tune`
-    or another run has done it; "probe": it is done now (up to half a minute) if nobody has; "off": never."""
+    tune: Annotated[Text | None, Inert("the defaults are what measured fastest; other values are set by hand")] = None
     use_gds: Annotated[
         Flag,
         Only((False,), "GPUDirect Storage is not available; set it to false: the engine uses io_uring with O_DIRECT"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
@@ -10,7 +11,7 @@ from typing import Protocol
 import torch
 
 from offload.accelerator import is_accelerator, synchronize
-from offload.disk.aio import Aio, AioOptions
+from offload.disk.aio import Aio, AioOptions, open_aio
 from offload.disk.swapfile import SwapSpace
 from offload.errors import BudgetError
 from offload.files.snapshot_files import SnapshotFiles
@@ -32,7 +33,6 @@ from zero.params.layout import AddressSpace, Layout, SubGroup, Unit
 from zero.plan.machine import available_memory
 from zero.plan.plan import DEVICE, HOST, NVME, Plan
 from zero.plan.pools import gradient_sums_bytes
-from zero.store.io_tuning import open_tuned, tune_io
 from zero.store.unreduced_gradients import SharedAllocator, UnreducedGradients
 
 UNPLANNED_SHARE = 0.8
@@ -330,21 +330,20 @@ class Storage:
             return None
         aio = config.aio
         paths = create_swap_paths(config)
-        tuned = tune_io(config, paths)
         options = AioOptions(
-            backend=tuned.backend,
-            queue_depth=tuned.queue_depth,
-            chunk_bytes=tuned.chunk_bytes,
+            backend=os.environ.get("ZERO_AIO_BACKEND") or "auto",
+            queue_depth=aio.queue_depth,
+            chunk_bytes=aio.block_size,
             threads=aio.thread_count,
             single_submit=aio.single_submit,
             overlap_events=aio.overlap_events,
         )
         if self._snapshot_files is not None:
-            swap: SwapSpace = self._snapshot_files.open_swap(self.plan.swap_bytes, tuned.speeds)
+            swap: SwapSpace = self._snapshot_files.open_swap(self.plan.swap_bytes)
         else:
-            swap = SwapSpace(paths, self.plan.swap_bytes, tuned.speeds, pending_free=pending_free_bytes)
+            swap = SwapSpace(paths, self.plan.swap_bytes, pending_free=pending_free_bytes)
         try:
-            return Disk(open_tuned(options, tuned), swap)
+            return Disk(open_aio(options), swap)
         except BaseException:
             swap.close()
             raise

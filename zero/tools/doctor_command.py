@@ -1,8 +1,7 @@
 """Say what this machine has, what of it will be used, and what a fallback that is in use costs.
 
 Nothing is changed, and without --probe no disk is measured. PATH is a folder that could be an nvme_path; without one
-the current folder is looked at. --probe measures each path's disk for up to half a minute, as zero tune does, and keeps
-nothing.
+the current folder is looked at. --probe measures each path's disk for about five seconds.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ import torch.distributed as dist
 import zero
 from offload import health, zero_name
 from offload.accelerator import present_kind, visible_variable
-from offload.disk import tuning
 from offload.disk.disk_identity import identify
+from offload.disk.probe import measure_disk
 from offload.disk.swapfile import free_bytes
 from offload.kernels import kernels
 from offload.kernels.matmul_speed import CLEARLY_SLOWER, bf16_slowdown
@@ -53,7 +52,7 @@ FREE_LITTLE_BYTES = 20 * 10**9
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="*", metavar="PATH", help="folders for nvme_path (the current one)")
-    parser.add_argument("--probe", action="store_true", help="measure the disks, up to half a minute each")
+    parser.add_argument("--probe", action="store_true", help="measure the disks, about five seconds each")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
 
@@ -312,10 +311,7 @@ def _direct(path: Path) -> Answer:
 
 
 def _speed(path: Path, probe: bool) -> Answer:
-    result = tuning.probe(path) if probe else tuning.read_cached(path)
-    if result is None:
-        return "not measured: use --probe, or zero tune, which saves the result"
-    return f"{result.speeds} ({'measured now' if probe else result.measured_at})"
+    return str(measure_disk(path)) if probe else "not measured: use --probe"
 
 
 def gpus() -> Questions:

@@ -26,7 +26,8 @@ import torch
 from torch import nn
 
 from offload.accelerator import compute_device, planned_device
-from offload.disk import tuning
+from offload.disk.probe import measure_disk
+from offload.disk.swapfile import check_folder
 from offload.errors import BudgetError, ConfigError
 from offload.kernels.threads import scratch_update
 from offload.sizes import format_bytes
@@ -152,6 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--update-rate", type=float, metavar="ELEMENTS", help="elements per second that the CPU updates"
     )
+    parser.add_argument("--probe", action="store_true", help="measure the disks of nvme_path, about five seconds each")
     parser.add_argument("--choices", action="store_true", help="plan again with other settings, and compare")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
@@ -445,19 +447,18 @@ def _check_disk(plan: Plan, config: Config, options: argparse.Namespace) -> None
 
 
 def find_rates(config: Config, plan: Plan, traffic: StepTraffic, options: argparse.Namespace) -> Rates:
-    """Rates from the options; else the disk's rates from `zero tune`, and the CPU's rate measured now."""
+    """Rates from the options; else the CPU's rate measured now, and with --probe the disk's too."""
     read_rate, mixed_rate, update_rate = options.read_rate, options.mixed_rate, options.update_rate
     notes = []
     if plan.swap_bytes and (read_rate is None or mixed_rate is None):
-        folders = [Path(path) for path in swap_paths(config)]
-        results = [tuning.read_cached(folder) if folder.is_dir() else None for folder in folders]
-        by_disk = {result.device.key: result for result in results if result is not None}
-        if all(results) and by_disk:
-            read_rate = read_rate or sum(result.read_bytes_per_second for result in by_disk.values())
-            mixed_rate = mixed_rate or sum(result.mixed_bytes_per_second for result in by_disk.values())
+        if options.probe:
+            by_device = {folder.stat().st_dev: folder for folder in map(check_folder, swap_paths(config))}
+            speeds = [measure_disk(folder) for folder in by_device.values()]
+            read_rate = read_rate or sum(speed.read for speed in speeds)
+            mixed_rate = mixed_rate or sum(speed.mixed for speed in speeds)
+            notes.append("the disk's speed was measured just now")
         else:
-            paths = " ".join(map(str, folders))
-            notes.append(f"the disk's speed is not known: run zero tune {paths}, or pass --read-rate and --mixed-rate")
+            notes.append("the disk's speed is not known: pass --probe, which measures it, or --read-rate, --mixed-rate")
     if update_rate is None and traffic.host_updated_numel:
         update_rate = measure_update_rate(plan.state_dtype)
         notes.append("the update rate was measured on this machine just now")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -17,9 +16,6 @@ from aliased import ROOT, environment
 from models import build, make_config
 
 import zero
-from offload.disk import tuning
-from offload.disk.disk_identity import identify
-from offload.disk.probe import Setting
 from zero.compat import commands, disk_speed, to_fp32
 from zero.compat.deepspeed import ALIAS
 from zero.compat.to_fp32 import main as zero_to_fp32
@@ -54,6 +50,8 @@ def test_every_command_is_there_by_both_ways_and_no_other() -> None:
 def test_what_is_not_there_says_what_to_do() -> None:
     done = called("ds_bench", "--all-reduce")
     assert done.returncode == 2 and done.stderr.startswith("ds_bench: ") and "nccl-tests" in done.stderr
+    done = called("ds_nvme_tune", "--nvme_dir", ".")
+    assert done.returncode == 2 and "zero doctor --probe PATH" in done.stderr
 
 
 @pytest.fixture
@@ -109,18 +107,6 @@ def test_ds_io_refuses_what_it_cannot_measure(
         assert in_this_process(monkeypatch, "ds_io", "--folder", str(nvme_path), words) == 1
         assert told in capsys.readouterr().err
     assert [disk_speed.parse_size(text) for text in ("4096", "1k", "400M", "2GB")] == [4096, 1024, 400 << 20, 2 << 30]
-
-
-def test_ds_nvme_tune_is_zero_tune_and_ends_with_the_block(
-    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    setting = Setting("io_uring", 4 << 20, 16)
-    found = tuning.Tuning(identify(nvme_path), setting, 3e9, 2e9, 4e9, (), (), 1.0, "2026-01-01T00:00:00Z")
-    monkeypatch.setattr(tuning, "probe", lambda folder: found)
-    assert in_this_process(monkeypatch, "ds_nvme_tune", "--nvme_dir", str(nvme_path), "--loops", "2", "--gds") == 0
-    said = capsys.readouterr().out
-    assert json.loads(said[said.index('{\n "aio"') :]) == {"aio": {"block_size": 4 << 20, "queue_depth": 16}}
 
 
 @pytest.fixture

@@ -185,7 +185,7 @@ REFUSED = {
     "runtime.sparse_tensor.SparseTensor()": "reduced dense",
     "runtime.checkpoint_engine.TorchCheckpointEngine()": "save_checkpoint",
     "ops.sparse_attention.SparseSelfAttention()": "flex_attention",
-    "nvme.parse_sweep_arguments()": "zero tune",
+    "nvme.parse_sweep_arguments()": "zero doctor --probe",
     "compile.backend.make_backend(None)": "engine.compile",
     "accelerator.set_accelerator(None)": "ZERO_DEVICE",
     "comm.TorchBackend(None, None, None)": "torch.distributed",

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 import zero
-from offload.disk import tuning
-from offload.disk.disk_identity import identify
 from zero.plan import machine
-from zero.tools import cli, tune_step
+from zero.tools import cli, tune_command
 from zero.tools.plan_command import build_model
 from zero.tools.tune_search import Candidate, Trial, search
 
@@ -22,12 +20,8 @@ SHAPE = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 101, "n_position
 
 
 @pytest.fixture
-def folder(tmp_path: Path, nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model's folder; the disk is known already."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    setting = tuning.default_setting()
-    known = tuning.Tuning(identify(nvme_path), setting, 3e9, 2e9, 4e9, (), (), 1.0, "2026-01-01T00:00:00Z")
-    assert tuning.write_cached(known) == ""
+def folder(tmp_path: Path) -> Path:
+    """With a model's folder."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2", **SHAPE}))
     return tmp_path
@@ -60,7 +54,7 @@ def test_the_best_placement_is_written_with_the_largest_micro_batch_that_pays(
             return Trial(micro_batch, failure="killed by signal 9")
         return Trial(micro_batch, SECONDS[name][micro_batch], 1000)
 
-    monkeypatch.setattr(tune_step._TrialRunner, "__call__", run)
+    monkeypatch.setattr(tune_command._TrialRunner, "__call__", run)
     assert cli.main(arguments(folder, nvme_path)) == 0
     written = json.loads((folder / "ds.json").read_text())
     assert written["train_micro_batch_size_per_gpu"] == kept
@@ -80,11 +74,11 @@ def test_what_is_written_keeps_the_base_and_trains(
         config = {**candidate.content, "train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": 1}
         tried.append(config)
         task = {"config": config, "model": str(folder / "model"), "model_args": "{}", "sequence": 16}
-        return Trial(micro_batch, **tune_step.measure({**task, "steps": 1, "recompute": True}))
+        return Trial(micro_batch, **tune_command.measure({**task, "steps": 1, "recompute": True}))
 
-    monkeypatch.setattr(tune_step._TrialRunner, "__call__", run)
-    monkeypatch.setattr(tune_step, "PLACEMENTS", (("nvme", "nvme"),))
-    monkeypatch.setattr(tune_step, "search", functools.partial(search, most=1))
+    monkeypatch.setattr(tune_command._TrialRunner, "__call__", run)
+    monkeypatch.setattr(tune_command, "PLACEMENTS", (("nvme", "nvme"),))
+    monkeypatch.setattr(tune_command, "search", functools.partial(search, most=1))
     assert cli.main(arguments(folder, nvme_path, "--base", str(folder / "base.json"))) == 0
     written = json.loads((folder / "ds.json").read_text())
     assert len(tried) == 1 and written["optimizer"] == base["optimizer"]
@@ -120,13 +114,14 @@ def test_what_is_wrong_in_the_base_is_said(folder: Path, nvme_path: Path, capsys
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--write", "new.json"], "--write needs --model"),
-        (["--model", "gpt"], "--model needs --write FILE"),
+        ([], "and --write FILE, the configuration to write; to measure the disk alone, run: zero doctor --probe"),
+        (["--write", "new.json"], "expected --model, the model to run"),
+        (["--model", "gpt"], "and --write FILE, the configuration to write"),
         (["--model", "gpt", "--write", "there.json"], "there.json already exists; remove it, or write another file"),
         (["--model", "gpt", "--write", "no/such.json"], "cannot write no/such.json: expected a file in an existing"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused_before_anything_is_measured(
+def test_options_that_do_not_go_together_are_refused_before_anything_runs(
     nvme_path: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -136,7 +131,7 @@ def test_options_that_do_not_go_together_are_refused_before_anything_is_measured
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.json").write_text("{}")
-    monkeypatch.setattr(tuning, "probe", lambda folder: pytest.fail("measured"))
+    monkeypatch.setattr(tune_command, "search", lambda *_, **__: pytest.fail("ran"))
     assert cli.main(["tune", str(nvme_path), *words]) == 1
     assert message in capsys.readouterr().err
     assert (tmp_path / "there.json").read_text() == "{}"
