@@ -25,7 +25,6 @@ OBJECTS = [
     "runtime.pipe.topology.ProcessTopology",
     "runtime.utils.PartitionedTensor",
     "runtime.zero.config.DeepSpeedZeroConfig",
-    "utils.comms_logging.CommsLogger",
     "utils.timer.SynchronizedWallClockTimer",
     "utils.timer.ThroughputTimer",
 ]

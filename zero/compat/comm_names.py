@@ -1,9 +1,13 @@
-"""`deepspeed.comm`: torch.distributed under DeepSpeed's names, with our `init_distributed`."""
+"""`deepspeed.comm`: torch.distributed under DeepSpeed's names, with our `init_distributed`.
+
+Collectives also take DeepSpeed's names of arguments. They are not timed: torch.profiler does that.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from offload.accelerator import compute_device
-from zero.compat import comm_log
+from zero.compat.logs import warning_once
 from zero.ranks.environment import find_place, torchrun_variables
 from zero.ranks.initialization import PORT, TIMEOUT_MINUTES
 from zero.ranks.initialization import init_distributed as init_distributed
@@ -21,26 +25,45 @@ FROM_TORCH = """
     P2POp ProcessGroup ReduceOp batch_isend_irecv destroy_process_group get_backend get_global_rank get_rank
     get_world_size group is_available new_group
 """
-TIMED = """
+COLLECTIVES = """
     all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier broadcast
     broadcast_object_list gather irecv isend monitored_barrier recv reduce reduce_scatter reduce_scatter_tensor scatter
     send
 """
-FROM_LOG = "configure get_comm_operation_count get_logged_comm_ops has_comm_data log_summary reset_log timed_op"
 FROM_HERE = """
-    all_gather_coalesced all_reduce_coalesced allgather_fn default_pg_timeout get_all_ranks_from_group get_local_rank
-    get_world_group has_all_gather_into_tensor has_all_reduce_coalesced has_coalescing_manager
+    all_gather_coalesced all_reduce_coalesced allgather_fn configure default_pg_timeout get_all_ranks_from_group
+    get_local_rank get_world_group has_all_gather_into_tensor has_all_reduce_coalesced has_coalescing_manager
     has_reduce_scatter_tensor in_aml in_aws_sm in_dlts inference_all_reduce init_distributed initialize_mesh_device
-    is_initialized mpi_discovery patch_aml_env_for_torch_nccl_backend patch_aws_sm_env_for_torch_nccl_backend
-    reduce_scatter_fn
+    is_initialized log_summary mpi_discovery patch_aml_env_for_torch_nccl_backend
+    patch_aws_sm_env_for_torch_nccl_backend reduce_scatter_fn
 """
-__all__ = [*FROM_TORCH.split(), *TIMED.split(), *FROM_LOG.split(), *FROM_HERE.split()]
+__all__ = [*FROM_TORCH.split(), *COLLECTIVES.split(), *FROM_HERE.split()]
+
+# DeepSpeed's name of an argument -> torch's.
+RENAMED = {
+    "all_gather_into_tensor": {"tensor": "input_tensor"},
+    "reduce_scatter_tensor": {"output_tensor": "output", "tensor": "input"},
+    "all_to_all_single": {"tensor": "input"},
+}
+IGNORED = ("prof", "log_name", "debug")  # Of DeepSpeed's log of collectives.
+
+
+def with_deepspeed_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The collective, which also takes DeepSpeed's names of its arguments."""
+    torch_names = RENAMED.get(function.__name__, {})
+
+    @functools.wraps(function)
+    def call_collective(*args: Any, **kwargs: Any) -> Any:
+        named = {torch_names.get(name, name): value for name, value in kwargs.items() if name not in IGNORED}
+        return function(*args, **named)
+
+    return call_collective
+
 
 globals().update({name: getattr(dist, name) for name in FROM_TORCH.split()})
-globals().update({name: comm_log.timed_op(getattr(dist, name)) for name in TIMED.split()})
-globals().update({name: getattr(comm_log, name) for name in FROM_LOG.split()})
-allgather_fn = comm_log.timed_op(dist.all_gather_into_tensor)
-reduce_scatter_fn = comm_log.timed_op(dist.reduce_scatter_tensor)
+globals().update({name: with_deepspeed_arguments(getattr(dist, name)) for name in COLLECTIVES.split()})
+allgather_fn = with_deepspeed_arguments(dist.all_gather_into_tensor)
+reduce_scatter_fn = with_deepspeed_arguments(dist.reduce_scatter_tensor)
 default_pg_timeout = timedelta(minutes=TIMEOUT_MINUTES)
 
 
@@ -66,7 +89,7 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-@comm_log.timed_op
+@with_deepspeed_arguments
 def inference_all_reduce(
     tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False, **unused: Any
 ) -> Any:
@@ -87,7 +110,7 @@ class Works:
         return all(work.is_completed() for work in self._works)
 
 
-@comm_log.timed_op
+@with_deepspeed_arguments
 def all_reduce_coalesced(
     tensors: Sequence[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False, **unused: Any
 ) -> Works | None:
@@ -96,7 +119,7 @@ def all_reduce_coalesced(
     return Works(works) if async_op else None
 
 
-@comm_log.timed_op
+@with_deepspeed_arguments
 def all_gather_coalesced(
     output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Any = None, async_op: bool = False
 ) -> Works | None:
@@ -104,6 +127,17 @@ def all_gather_coalesced(
     pairs = zip(output_tensors, input_tensors, strict=True)
     works = [dist.all_gather_into_tensor(output, tensor, group, async_op) for output, tensor in pairs]
     return Works(works) if async_op else None
+
+
+def log_summary(*arguments: Any, **settings: Any) -> None:
+    """Log what to use instead: a script that ends with a summary is to end well."""
+    warning_once(
+        "deepspeed.comm does not time collectives: engine.log_summary() counts those of the engine by purpose, and "
+        "torch.profiler times all of them"
+    )
+
+
+configure = log_summary
 
 
 def in_aml() -> bool:

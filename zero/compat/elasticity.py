@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from offload.errors import ConfigError
 from zero.config.elasticity import Elasticity, elastic_batch
 from zero.config.loading import load_config
-from zero.config.sources import parse_json, read_json
+from zero.config.sources import parse_json
 
 KEY, SCHEDULER_VARIABLE = "elasticity", "DEEPSPEED_ELASTICITY_CONFIG"
 
@@ -104,17 +103,3 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
                 f"elasticity.{key}: expected {expected}, as in {SCHEDULER_VARIABLE}, got {value}; use the "
                 "configuration that was given to the scheduler"
             )
-
-
-def ds_elastic(words: Sequence[str]) -> int:
-    """Print the batch sizes that the `elasticity` block of a configuration chooses."""
-    parser = argparse.ArgumentParser(
-        prog="ds_elastic", description="Show what the elasticity block of a configuration chooses."
-    )
-    parser.add_argument("-c", "--config", required=True, metavar="FILE", help="DeepSpeed JSON")
-    parser.add_argument("-w", "--world-size", type=int, default=0, metavar="N", help="number of ranks")
-    options = parser.parse_args(words)
-    values = compute_elastic_config(read_json(options.config), world_size=options.world_size)
-    for name, value in zip(("train_batch_size", "valid_gpus", "micro_batch_size"), values, strict=False):
-        print(f"{name}: {value}")
-    return 0

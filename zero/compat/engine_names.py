@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 import zero
 from zero.compat import groups
 from zero.compat.accelerator_names import get_accelerator
-from zero.compat.config_values import CONFIG, GETTERS
+from zero.compat.configs import CONFIG, GETTERS
 from zero.compat.timers import EngineThroughput, EngineTimers, SynchronizedWallClockTimer
 from zero.compat.to_fp32 import TOOLS
 from zero.compat.unavailable import (

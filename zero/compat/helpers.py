@@ -1,19 +1,26 @@
-"""`deepspeed.runtime.utils` and similar modules: small functions that scripts use."""
+"""Small things of DeepSpeed that scripts use: of `runtime.utils`, `utils`, `moe.utils`, `runtime.zero` and others."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import numpy
 import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from offload.errors import ConfigError
 from zero.assembly.state_kinds import OffloadStateTypeEnum
 from zero.compat.accelerator_names import get_accelerator
 from zero.moe.layer import MoE
@@ -22,13 +29,13 @@ from zero.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zero.ops.lion import DeepSpeedCPULion, FusedLion
 from zero.params.gathering import GatheredParameters
 from zero.params.released_parameter import is_managed
+from zero.pipe.partition import balance_parts
 from zero.ranks import world
 
+UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB")
 
-def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.device]:
-    """The devices that hold one kind of an engine's states on this rank; states on NVMe are on no device."""
-    devices: set[torch.device] = model.state_devices(state)
-    return devices
+
+# ---- memory, tensors, numbers ------------------------------------------------------------------
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -115,6 +122,129 @@ def required_torch_version(min_version: float | None = None, max_version: float 
     return (min_version is None or here >= str(min_version)) and (max_version is None or here <= str(max_version))
 
 
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself: `engine.trace` has the timeline."""
+    return func
+
+
+# ---- values of a configuration, ranges, ranks of a launcher ------------------------------------
+
+
+def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    return param_dict.get(param_name, param_default_value)
+
+
+get_list_param = get_dict_param = get_scalar_param
+
+
+def dict_raise_error_on_duplicate_keys(ordered_pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The dict of the pairs, for `json.load(object_pairs_hook=...)`. Raises ValueError: a key occurs twice."""
+    twice = [key for key, count in Counter(key for key, _ in ordered_pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"Duplicate keys in DeepSpeed config: {twice}")
+    return dict(ordered_pairs)
+
+
+def convert_size(size_bytes: int) -> str:
+    if size_bytes == 0:
+        return "0B"
+    step = math.floor(math.log(size_bytes, 1024))
+    return f"{round(size_bytes / 1024**step, 2)} {UNITS[step]}"
+
+
+def parse_range(rng: str) -> range:
+    """The numbers in "3" or "2-4". Raises ValueError."""
+    words = rng.split("-")
+    first, last = int(words[0]), int(words[-1])
+    if len(words) > 2 or first > last:
+        raise ValueError(f"Bad range: {rng!r}; expected a number, or two joined by a dash, the smaller first")
+    return range(first, last + 1)
+
+
+def parse_range_list(range_str: str) -> list[int]:
+    """The numbers in "0,2-4,6". Raises ValueError: a bad range, or ranges that do not ascend."""
+    numbers = [number for word in range_str.split(",") for number in parse_range(word)]
+    if numbers != sorted(set(numbers)):
+        raise ValueError(f"Bad range list: {range_str!r}; expected ranges that ascend and do not overlap")
+    return numbers
+
+
+def _environment_number(of_torchrun: str, of_mpi: str, default: int) -> int:
+    return int(os.environ.get(of_torchrun, os.environ.get(of_mpi, default)))
+
+
+def get_local_rank_from_launcher() -> int:
+    return _environment_number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", 0)
+
+
+def get_world_rank_from_launcher() -> int:
+    return _environment_number("RANK", "OMPI_COMM_WORLD_RANK", 0)
+
+
+def get_world_size_from_launcher() -> int:
+    return _environment_number("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", 1)
+
+
+class OnDevice:
+    """A context in which tensors are constructed on a device, and floating ones with a dtype.
+
+    Args:
+        dtype: of floating tensors constructed without one.
+        device: such as "meta".
+        enabled: False makes the context do nothing.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> None:
+        self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled
+        self._before = torch.get_default_dtype()
+
+    def __enter__(self) -> None:
+        if self._enabled:
+            self._before = torch.get_default_dtype()
+            torch.set_default_dtype(self._dtype)
+            self._device.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._enabled:
+            self._device.__exit__(kind, error, trace)
+            torch.set_default_dtype(self._before)
+
+
+# ---- models and their modules ------------------------------------------------------------------
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    for name in module_name.split("."):
+        model = getattr(model, name)
+    return model
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    parent, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, name, module)
+
+
+def convert_conv1d_to_linear(model: Any, convert_type: type[nn.Module]) -> Any:
+    """The model with each of its modules of a type, such as GPT-2's Conv1D, replaced in place by an nn.Linear.
+
+    Args:
+        model: a model, or an object that has it as `module`. No engine may hold it, since its parameters are replaced.
+        convert_type: with a `weight` of shape (in, out), and a `bias` or None.
+    """
+    root: nn.Module = getattr(model, "module", model)
+    for name, old in [(name, old) for name, old in root.named_modules() if isinstance(old, convert_type)]:
+        weight: nn.Parameter = old.get_parameter("weight")
+        bias: nn.Parameter | None = getattr(old, "bias", None)
+        new = nn.Linear(weight.shape[0], weight.shape[1], bias=bias is not None, device="meta")
+        new.weight = nn.Parameter(weight.data.t().contiguous(), requires_grad=weight.requires_grad)
+        if bias is not None:
+            new.bias = nn.Parameter(bias.data.reshape(-1), requires_grad=bias.requires_grad)
+        recursive_setattr(root, name, new)
+    return model
+
+
 class TiledMLP:
     """The forward of a module over slices of the sequence; backward recomputes each slice.
 
@@ -128,11 +258,6 @@ class TiledMLP:
         """`fn(module, x)`, where `fn` treats each position separately. `compute_params`: accepted, not needed."""
         slices = x.chunk(shards, dim=-2)
         return torch.cat([checkpoint(fn, module, part, use_reentrant=False) for part in slices], dim=-2)
-
-
-def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The function itself: `engine.trace` has the timeline."""
-    return func
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
@@ -155,6 +280,15 @@ def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_
     if not isinstance(param_groups, (list, tuple)):
         raise ValueError(f"Unknown param group type of {type(param_groups)}")
     return list(param_groups)
+
+
+# ---- engines -----------------------------------------------------------------------------------
+
+
+def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.device]:
+    """The devices that hold one kind of an engine's states on this rank; states on NVMe are on no device."""
+    devices: set[torch.device] = model.state_devices(state)
+    return devices
 
 
 @contextmanager
@@ -198,31 +332,137 @@ def is_zero_supported_optimizer(optimizer: Any) -> bool:
     return isinstance(optimizer, torch.optim.Optimizer)
 
 
-def recursive_getattr(model: Any, module_name: str) -> Any:
-    for name in module_name.split("."):
-        model = getattr(model, name)
-    return model
+# ---- items in runs, and a tensor that is spread over the ranks of a group ----------------------
 
 
-def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    parent, _, name = module_name.rpartition(".")
-    setattr(recursive_getattr(model, parent) if parent else model, name, module)
+def prefix_sum_inc(weights: Sequence[Any]) -> list[Any]:
+    """The sums of the first 1, 2, ... weights."""
+    return list(itertools.accumulate(weights))
 
 
-def convert_conv1d_to_linear(model: Any, convert_type: type[nn.Module]) -> Any:
-    """The model with each of its modules of a type, such as GPT-2's Conv1D, replaced in place by an nn.Linear.
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Bounds of the parts: part i has items [bounds[i], bounds[i + 1]). The first parts have one item more, if any."""
+    size, more = divmod(num_items, num_parts)
+    return [part * size + min(part, more) for part in range(num_parts + 1)]
+
+
+def partition_balanced(weights: Sequence[Any], num_parts: int) -> list[int]:
+    """Bounds of the parts, such that the weight of the heaviest part is minimal. None is empty, if there is one each.
+
+    Of several such partitions it need not be DeepSpeed's.
+    """
+    if len(weights) <= num_parts:
+        return partition_uniform(len(weights), num_parts)
+    return balance_parts(weights, num_parts)
+
+
+class PartitionedTensor:
+    """A tensor of which each rank of a group has a part. All ranks make it of the same tensor.
 
     Args:
-        model: a model, or an object that has it as `module`. No engine may hold it, since its parameters are replaced.
-        convert_type: with a `weight` of shape (in, out), and a `bias` or None.
+        tensor: whole, on each rank.
+        group: a process group.
+        partition_meta: no effect, as in DeepSpeed.
     """
-    root: nn.Module = getattr(model, "module", model)
-    for name, old in [(name, old) for name, old in root.named_modules() if isinstance(old, convert_type)]:
-        weight: nn.Parameter = old.get_parameter("weight")
-        bias: nn.Parameter | None = getattr(old, "bias", None)
-        new = nn.Linear(weight.shape[0], weight.shape[1], bias=bias is not None, device="meta")
-        new.weight = nn.Parameter(weight.data.t().contiguous(), requires_grad=weight.requires_grad)
-        if bias is not None:
-            new.bias = nn.Parameter(bias.data.reshape(-1), requires_grad=bias.requires_grad)
-        recursive_setattr(root, name, new)
-    return model
+
+    def __init__(self, tensor: Tensor, group: Any, partition_meta: Any = None) -> None:
+        self.group, self.num_parts, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.orig_size, self.orig_device = list(tensor.size()), tensor.device
+        self.partition = partition_uniform(tensor.numel(), self.num_parts)
+        self.even_split = tensor.numel() % self.num_parts == 0
+        begin, end = self.partition[self.rank : self.rank + 2]
+        self.local_data = tensor.detach().reshape(-1)[begin:end].clone()
+
+    @classmethod
+    def from_meta(cls, meta: Tensor, local_part: Tensor, group: Any, device: Any = None) -> PartitionedTensor:
+        """The tensor of which `local_part` is this rank's part, from `to_meta()`.
+
+        Raises ConfigError: the group has another number of ranks, or this one has another number in it.
+        """
+        tensor = cls(local_part[:0], group)
+        dims, *numbers = meta.tolist()
+        tensor.orig_size, (parts, rank, *tensor.partition) = numbers[:dims], numbers[dims:]
+        if (parts, rank) != (tensor.num_parts, tensor.rank):
+            raise ConfigError(
+                f"PartitionedTensor.from_meta: expected part {tensor.rank} of {tensor.num_parts}, as in the group, "
+                f"got part {rank} of {parts}; give the rank that made it its own meta"
+            )
+        tensor.even_split = math.prod(tensor.orig_size) % parts == 0
+        tensor.orig_device = local_part.device if device is None else torch.device(device)
+        tensor.local_data = local_part.detach()
+        return tensor
+
+    def to_meta(self) -> Tensor:
+        """Number of dimensions, sizes, number of parts, this part, bounds of the parts; on the tensor's device."""
+        numbers = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition]
+        return torch.tensor(numbers, dtype=torch.long, device=self.orig_device)
+
+    def full(self, device: Any = None) -> Tensor:
+        """The whole tensor; all ranks call it. `device`: None: that of the tensor it was made of."""
+        sizes = [end - begin for begin, end in itertools.pairwise(self.partition)]
+        part = self.local_data.new_zeros(max(sizes), device=device or self.orig_device)
+        part[: sizes[self.rank]] = self.local_data
+        parts = [torch.empty_like(part) for _ in sizes]
+        dist.all_gather(parts, part, group=self.group)
+        return torch.cat([each[:size] for each, size in zip(parts, sizes, strict=True)]).view(self.orig_size)
+
+    def data(self) -> Tensor:
+        """This rank's part, flat."""
+        return self.local_data
+
+    def local_size(self) -> torch.Size:
+        return self.local_data.size()
+
+    def full_size(self) -> list[int]:
+        return self.orig_size
+
+
+# ---- names for debugging -----------------------------------------------------------------------
+
+
+module_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+param_names: dict[int, tuple[ref[Tensor], str]] = {}
+
+
+def debug_clear_module_and_param_names() -> None:
+    module_names.clear()
+    param_names.clear()
+
+
+def debug_extract_module_and_param_names(model: nn.Module) -> None:
+    debug_clear_module_and_param_names()
+    module_names.update({module: name for name, module in model.named_modules()})
+    param_names.update({id(parameter): (ref(parameter), name) for name, parameter in model.named_parameters()})
+
+
+def debug_module2name(module: nn.Module) -> str:
+    return module_names.get(module, "unknown")
+
+
+def debug_module2name_class(module: nn.Module) -> str:
+    return f"name={debug_module2name(module)} {type(module).__name__}"
+
+
+def debug_param2name(param: Tensor) -> str:
+    reference, name = param_names.get(id(param), (None, ""))
+    return name if reference is not None and reference() is param else "unknown"
+
+
+def debug_param2name_id(param: Tensor) -> str:
+    return f"name={debug_param2name(param)} id={getattr(param, 'ds_id', 'none')}"
+
+
+def debug_param2name_id_shape(param: Tensor) -> str:
+    return f"{debug_param2name_id(param)} shape={getattr(param, 'ds_shape', param.shape)}"
+
+
+def debug_param2name_id_shape_device(param: Tensor) -> str:
+    return f"{debug_param2name_id_shape(param)} device={param.device}"
+
+
+def debug_param2name_id_numel(param: Tensor) -> str:
+    return f"{debug_param2name_id(param)} numel={param.numel()}"
+
+
+def debug_param2name_id_shape_status(param: Tensor) -> str:
+    return f"{debug_param2name_id_shape(param)} status={getattr(param, 'ds_status', 'none')}"

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 
 import zero
+from offload.accelerator import compute_device
 from offload.errors import ConfigError
-from zero.compat.comm_log import use_block
 from zero.compat.engine_names import add_deepspeed_names
 from zero.compat.logs import logger
 from zero.compat.operators import VERSION
-from zero.compat.trainers import adapt_trainer
 from zero.config import reading_as_deepspeed
+from zero.engine.engine import ZeroEngine
 from zero.optim.optimizer import ZeroOptimizer
 from zero.params.released_parameter import save_released_as_empty
 from zero.ranks import world
 from zero.ranks.initialization import init_distributed
+from zero.reports.log import NOTICE
+from zero.snapshots.run_state import random_state, restore_random_state
 
 SIGNATURE = inspect.signature(zero.initialize)
 
@@ -50,8 +54,6 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     save_released_as_empty()
     adapt_trainer()
     add_deepspeed_names(engine, arguments)
-    if (log := engine.run.config.comms_logger) is not None:
-        use_block(log)
     return engine, optimizer, loader, scheduler
 
 
@@ -114,3 +116,47 @@ class DeepSpeedZeroOptimizer_Stage3(metaclass=_ChecksAttribute):
     """The optimizer of stage 3: it has the shards of the fp32 masters as an attribute."""
 
     attribute = "fp32_partitioned_groups_flat"
+
+
+# ---- transformers' Trainer goes on after calls that end or rewind a run -----------------------
+
+
+def adapt_trainer() -> None:
+    """Wrap the methods of transformers' Trainer, if it has been imported. Idempotent."""
+    trainer: Any = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    if trainer is not None and not hasattr(trainer._wrap_model, "__wrapped__"):
+        trainer._wrap_model = _wrap_again(trainer._wrap_model)
+        trainer._load_best_model = _load_and_go_on(trainer._load_best_model)
+
+
+def _wrap_again(wrap_model: Callable[..., Any]) -> Callable[..., Any]:
+    """`Trainer._wrap_model`, which wraps the model again if its engine was destroyed.
+
+    `train()` begins with accelerate's `free_memory()`, which destroys the engine of an evaluation or training before.
+    But the Trainer keeps it, and wraps nothing that is wrapped; with DeepSpeed a second training fails.
+    """
+
+    @functools.wraps(wrap_model)
+    def wrap(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model, ZeroEngine) and model.run.closed:
+            logging.getLogger("zero").log(
+                NOTICE,
+                "the Trainer's engine was destroyed by accelerator.free_memory(): the model gets a new engine, which "
+                "goes on from its present weights, with fresh optimizer states",
+            )
+            model = self.model_wrapped = self.model
+        return wrap_model(self, model, *args, **kwargs)
+
+    return wrap
+
+
+def _load_and_go_on(load_best_model: Callable[..., Any]) -> Callable[..., Any]:
+    """`Trainer._load_best_model`, which keeps the random state: our checkpoints have it, but the run goes on."""
+
+    @functools.wraps(load_best_model)
+    def load(self: Any) -> None:
+        state = random_state(compute_device())
+        load_best_model(self)
+        restore_random_state(state, compute_device())
+
+    return load

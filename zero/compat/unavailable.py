@@ -39,6 +39,10 @@ SWAPPERS = (
 ASYNC_IO = (
     "use AsyncIOBuilder().load().aio_handle(...) for the engine's I/O, and `zero doctor --probe` to measure a disk"
 )
+COLLECTIVES = (
+    "collectives are not timed; engine.log_summary() counts those of the engine by purpose, and torch.profiler times "
+    "all of them"
+)
 COMPILE = "DeepCompile is not available; use engine.compile(), which calls torch.compile on the model"
 TIMERS = "use engine.statistics(), which has the same counts"
 REDUCED = (
@@ -70,6 +74,8 @@ INSTEAD: dict[str, str] = {
     "the script",
     "checkpoint": UNIVERSAL,
     "comm": "use torch.distributed, which has the process group that init_distributed makes",
+    **dict.fromkeys(("comm.comm.get_comm", "comm.comm.get_logged", "comm.comm.has_comm_data"), COLLECTIVES),
+    **dict.fromkeys(("comm.comm.reset_log", "comm.comm.timed_op"), COLLECTIVES),
     "compile": COMPILE,
     "compression": COMPRESSION,
     "datastates": WRITERS,
@@ -118,6 +124,7 @@ INSTEAD: dict[str, str] = {
     "runtime.fp16.loss_scaler": SCALER,
     "runtime.fp16.onebit": ONE_BIT,
     "runtime.hybrid_engine": ROLLOUTS,
+    "runtime.lr_schedules": 'choose the schedule in the configuration: {"scheduler": {"type": ..., "params": {...}}}',
     "runtime.model_checkpointing": WRITERS,
     "runtime.pipe": PIPELINES,
     "runtime.quantize": COMPRESSION,
@@ -142,7 +149,7 @@ INSTEAD: dict[str, str] = {
     "transfers",
     "sequence": SEQUENCES,
     "tp_model_init": TENSORS,
-    "utils.comms_logging": "use CommsLogger, whose get_raw_data() has the times and bandwidths of each call",
+    "utils.comms_logging": COLLECTIVES,
     "utils.config": CONFIG,
     "utils.groups.get_tensor": TENSORS,
     "utils.groups.set_tensor": TENSORS,

@@ -170,9 +170,6 @@ def elastic_sizes(block: Elasticity, user_sizes: Mapping[str, int], world_size: 
     try:
         chosen = elastic_batch(block, world_size)
     except ValueError as error:
-        fix = (
-            "start that many ranks, or change max_train_batch_size and micro_batch_sizes; ds_elastic shows which "
-            "numbers of ranks they allow"
-        )
+        fix = "start that many ranks, or change max_train_batch_size and micro_batch_sizes"
         raise problem(str(error), at="elasticity", got=f"{world_size} ranks", keys=("elasticity",), fix=fix) from None
     return {"train_batch_size": chosen.train_batch_size, "train_micro_batch_size_per_gpu": chosen.micro_batch_size or 1}

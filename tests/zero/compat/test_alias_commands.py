@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from aliased import ROOT, environment
 from models import build, make_config
 
 import zero
-from zero.compat import commands, disk_speed, to_fp32
+from zero.compat import commands, to_fp32
 from zero.compat.deepspeed import ALIAS
 from zero.compat.to_fp32 import main as zero_to_fp32
 
@@ -47,11 +46,17 @@ def test_every_command_is_there_by_both_ways_and_no_other() -> None:
     assert set(re.findall(r'^(\w+) = "zero\.compat\.commands:main"$', text, flags=re.M)) == NAMES
 
 
-def test_what_is_not_there_says_what_to_do() -> None:
+@pytest.mark.parametrize("name", commands.REFUSED)
+def test_what_is_not_there_says_what_to_do(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_this_process(monkeypatch, name, "--any", "words") == 2
+    assert capsys.readouterr().err == f"{name}: not available in zero-infinity; {commands.REFUSED[name]}\n"
+
+
+def test_a_command_is_found_by_a_shell() -> None:
     done = called("ds_bench", "--all-reduce")
     assert done.returncode == 2 and done.stderr.startswith("ds_bench: ") and "nccl-tests" in done.stderr
-    done = called("ds_nvme_tune", "--nvme_dir", ".")
-    assert done.returncode == 2 and "zero doctor --probe PATH" in done.stderr
 
 
 @pytest.fixture
@@ -85,73 +90,6 @@ def test_the_report_is_the_doctors(
 ) -> None:
     assert in_this_process(monkeypatch, name, "--hide_operator_status") == 0
     assert "zero-infinity" in capsys.readouterr().out.partition("cpu")[0]
-
-
-@pytest.mark.broad
-@pytest.mark.parametrize("read", [[], ["--read"]])
-def test_ds_io_measures_with_deepspeeds_flags_and_leaves_nothing(nvme_path: Path, read: list[str]) -> None:
-    (nvme_path / "a").mkdir()
-    (nvme_path / "b").mkdir()
-    words = ["--folder_to_device_mapping", f"{nvme_path / 'a'}:0", f"{nvme_path / 'b'}:1", "--io_size", "3M"]
-    words += ["--block_size", "1M", "--queue_depth", "8", "--validate", "--loops", "2", "--engine", "aio_handle", *read]
-    done = called("ds_io", *words)
-    assert done.returncode == 0, done.stderr
-    assert re.search(rf"^E2E {'Read' if read else 'Write'} Speed = [\d.]+ GB/sec$", done.stdout, flags=re.M)
-    assert [os.listdir(nvme_path / name) for name in ("a", "b")] == [[], []]
-
-
-def test_ds_io_refuses_what_it_cannot_measure(
-    nvme_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for words, told in (("--use_gds", "GPUDirect"), ("--gpu", "host memory"), ("--loops=0", "at least 1")):
-        assert in_this_process(monkeypatch, "ds_io", "--folder", str(nvme_path), words) == 1
-        assert told in capsys.readouterr().err
-    assert [disk_speed.parse_size(text) for text in ("4096", "1k", "400M", "2GB")] == [4096, 1024, 400 << 20, 2 << 30]
-
-
-@pytest.fixture
-def ssh(tmp_path: Path) -> Path:
-    """A folder with an `ssh` that says where it was to go, and fails for one host."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "ssh").write_text(
-        '#!/bin/sh\nwhile [ "$1" = -o ]; do shift 2; done\necho "to $1: $2"\n[ "$1" != worker-2 ] || exit 7\n'
-    )
-    (folder / "ssh").chmod(0o755)
-    return folder
-
-
-@pytest.mark.broad
-def test_ds_ssh_runs_on_all_hosts_and_fails_with_the_first_that_failed(tmp_path: Path, ssh: Path) -> None:
-    hosts = tmp_path / "hosts"
-    hosts.write_text("worker-1 slots=4\nworker-2 slots=4\nworker-3 slots=1\n")
-    done = called("ds_ssh", "-f", str(hosts), "ls", "-l", "*.py", first=str(ssh))
-    assert done.returncode == 7
-    assert sorted(done.stdout.splitlines()) == [f"worker-{n}: to worker-{n}: ls -l *.py" for n in (1, 2, 3)]
-    assert done.stderr == "ds_ssh: worker-2: 'ls -l *.py' ended with status 7\n"
-    done = called("ds_ssh", "-f", str(tmp_path / "none"), "ls", first=str(ssh))
-    assert done.returncode == 1 and "cannot be read" in done.stderr and done.stdout == ""
-
-
-def test_ds_ssh_comes_to_hosts_that_wait_for_their_turn_when_another_fails(
-    tmp_path: Path, ssh: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """An idle thread of the pool takes several hosts, one after the other."""
-    monkeypatch.setattr(commands, "ThreadPoolExecutor", lambda hosts: ThreadPoolExecutor(1))
-    monkeypatch.setenv("PATH", f"{ssh}{os.pathsep}{os.environ['PATH']}")
-    hosts = [f"worker-{n}" for n in (2, 1, 3, 4, 5, 6)]
-    (tmp_path / "hosts").write_text("".join(f"{host} slots=1\n" for host in hosts))
-    assert in_this_process(monkeypatch, "ds_ssh", "-f", str(tmp_path / "hosts"), "ls") == 7
-    assert capfd.readouterr().out.splitlines() == [f"{host}: to {host}: ls" for host in hosts]
-
-
-def test_ds_ssh_without_a_hostfile_runs_here(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(commands, "DEFAULT_HOSTFILE", "/nowhere/hostfile")
-    assert in_this_process(monkeypatch, "ds_ssh", "echo", "$((1+2))") == 0
-    told = capfd.readouterr()
-    assert told.out == "3\n" and "/nowhere/hostfile does not exist" in told.err
 
 
 def test_zero_to_fp32_writes_the_pickled_file_that_is_named(

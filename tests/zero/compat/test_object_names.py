@@ -12,9 +12,7 @@ import torch
 from aliased import ROOT
 from torch import nn
 
-from zero.compat.comm_log import CommsLogger
-from zero.compat.config_values import CONFIG, GETTERS
-from zero.compat.configs import DeepSpeedConfig, DeepSpeedZeroConfig
+from zero.compat.configs import CONFIG, GETTERS, DeepSpeedConfig, DeepSpeedZeroConfig
 from zero.compat.engine_names import REFUSED
 from zero.compat.initialize_for_clients import initialize
 from zero.compat.timers import SynchronizedWallClockTimer, ThroughputTimer
@@ -197,7 +195,6 @@ def test_samples_per_second_begin_after_the_first_steps(monkeypatch: pytest.Monk
 
 HELD: dict[str, Callable[[], Any]] = {
     "runtime.pipe.topology.ProcessTopology": lambda: ProcessTopology(["x", "y"], [2, 3]),
-    "utils.comms_logging.CommsLogger": CommsLogger,
     "utils.timer.SynchronizedWallClockTimer": SynchronizedWallClockTimer,
     "utils.timer.ThroughputTimer": ThroughputTimer,
 }
@@ -210,24 +207,6 @@ def test_an_object_has_every_name_of_deepspeeds(path: str) -> None:
     assert [name for name in (*kinds["methods"], *kinds["attributes"]) if not hasattr(made, name)] == []
     for name, words in kinds["methods"].items():
         inspect.signature(getattr(made, name)).bind(**dict.fromkeys(words.split()))
-
-
-def test_a_log_of_collectives_is_switched_by_kind() -> None:
-    log = CommsLogger()
-    log.configure(DeepSpeedConfig({"train_batch_size": 1, "comms_logger": {"enabled": True}}).comms_config)
-    log.stop_profiling_comms()
-    assert not log.should_time("all_reduce", requested=False)
-    log.start_profiling_op(["all_reduce", "broadcast"])
-    log.stop_profiling_op(["broadcast"])
-    assert log.should_time("all_reduce", requested=False) and not log.should_time("broadcast", requested=False)
-    log.start_profiling_comms()
-    assert log.should_time("broadcast", requested=False)
-    log.append("all_reduce", "all_reduce", 2.0, 8)
-    assert log.comms_dict["all_reduce"][8][:2] == [1, [2.0]]
-    told = log.log_all(print_log=False, return_dict=True)
-    assert told is not None and told["summary"]["all_reduce"][8]["count"] == 1
-    log.configure(DeepSpeedConfig({"train_batch_size": 1}).comms_config)
-    assert not log.enabled
 
 
 def test_coordinates_of_a_topology_are_of_its_class() -> None:

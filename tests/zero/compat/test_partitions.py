@@ -15,7 +15,7 @@ import torch.distributed as dist
 from aliased import ROOT
 from ranks import RankPool
 
-from zero.compat.partitions import PartitionedTensor, partition_balanced, partition_uniform, prefix_sum_inc
+from zero.compat.helpers import PartitionedTensor, partition_balanced, partition_uniform, prefix_sum_inc
 
 SHAPES = [(6, 4), (7,), (2, 1), (5, 3), (0, 3)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -208,13 +207,3 @@ def test_the_alias_says_what_is_missing_and_what_does_not_fit(monkeypatch: pytes
     theirs.ensure_immutable_elastic_config(LARGE)
     with pytest.raises(theirs.ElasticityConfigError, match="expected 10000, as in DEEPSPEED_ELASTICITY_CONFIG"):
         theirs.ensure_immutable_elastic_config({**LARGE, "max_train_batch_size": 9000})
-
-
-def test_the_command_prints_what_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(config(**LARGE)))
-    assert theirs.ds_elastic(["-c", str(tmp_path / "ds.json"), "-w", "64"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "train_batch_size: 9792",
-        f"valid_gpus: {list(KNOWN)}",
-        "micro_batch_size: 17",
-    ]

@@ -120,8 +120,6 @@ def test_a_file_that_nests_without_end_is_refused_by_every_reader(
         monkeypatch.setattr("sys.stdin", io.StringIO(text))
         assert cli.main(words) == 1
         assert "Traceback" not in (said := capsys.readouterr().err) and SAYS in said, words
-    with pytest.raises(ConfigError, match=SAYS):
-        elasticity.ds_elastic(["-c", str(path)])
     monkeypatch.setenv(elasticity.SCHEDULER_VARIABLE, text)
     with pytest.raises(ConfigError, match=SAYS):
         elasticity.ensure_immutable_elastic_config({"max_train_batch_size": 8, "micro_batch_sizes": [2]})

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if command == "launch":
         activate()
-        from zero.compat.launcher import main as launch
+        from zero.compat.commands import run as launch
 
         return launch(rest)
     if command == "run" and rest and rest != ["-m"]:

@@ -28,11 +28,6 @@ LEAVES = (
     "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
     "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
 )
-SCHEDULES = (
-    "add_tuning_arguments get_config_from_args get_lr_from_config override_1cycle_params "
-    "override_lr_range_test_params override_params override_warmupCosineLR_params override_warmupLR_params "
-    "parse_arguments"
-)
 DEBUGGING = (
     "debug_clear_module_and_param_names debug_extract_module_and_param_names debug_module2name debug_module2name_class "
     "debug_param2name debug_param2name_id debug_param2name_id_numel debug_param2name_id_shape "
@@ -65,21 +60,21 @@ OURS: dict[str, dict[str, str]] = {
     "comm": {"deepspeed.comm.torch": "TorchBackend", "deepspeed.comm.ccl": "CCLBackend"},
     "comm.reduce_op": {"zero.compat.comm_names": "ReduceOp"},
     "comm.utils": {
-        "zero.compat.plain": "get_local_rank_from_launcher get_world_rank_from_launcher get_world_size_from_launcher"
+        "zero.compat.helpers": "get_local_rank_from_launcher get_world_rank_from_launcher get_world_size_from_launcher"
     },
     "compression.helper": {"zero.compat.helpers": "convert_conv1d_to_linear recursive_getattr recursive_setattr"},
     "constants": {"zero.compat.comm_names": "default_pg_timeout"},
-    "env_report": {"zero.compat.launcher": "cli_main=report main=report"},
+    "env_report": {"zero.compat.commands": "cli_main=report main=report"},
     "git_version_info": {
         "zero.compat.operators": (
             "accelerator_name compatible_ops git_branch git_hash installed_ops torch_info version=VERSION"
         )
     },
     "inference.engine": {"zero.engine.inference": "InferenceEngine"},
-    "launcher.launch": {"zero.compat.launcher": "main"},
+    "launcher.launch": {"zero.compat.commands": "main=run"},
     "launcher.runner": {
-        "zero.compat.launcher": (
-            "DEEPSPEED_ENVIRONMENT_NAME _parse_hostfile=parse_hostfile_lines encode_world_info fetch_hostfile main "
+        "zero.compat.commands": (
+            "DEEPSPEED_ENVIRONMENT_NAME _parse_hostfile=parse_hostfile_lines encode_world_info fetch_hostfile main=run "
             "parse_args parse_inclusion_exclusion parse_resource_filter"
         )
     },
@@ -119,7 +114,7 @@ OURS: dict[str, dict[str, str]] = {
         "zero.compat.configs": "DEEPSPEED_OPTIMIZERS DeepSpeedConfig ZeroStageEnum",
     },
     "runtime.config_utils": {
-        "zero.compat.plain": "dict_raise_error_on_duplicate_keys get_dict_param get_list_param get_scalar_param"
+        "zero.compat.helpers": "dict_raise_error_on_duplicate_keys get_dict_param get_list_param get_scalar_param"
     },
     "runtime.data_pipeline.curriculum_scheduler": {"zero.data.forward_schedules": "CurriculumScheduler"},
     "runtime.dataloader": {
@@ -133,7 +128,6 @@ OURS: dict[str, dict[str, str]] = {
     },
     "runtime.hybrid_engine": {"zero.engine.engine": "DeepSpeedEngine=ZeroEngine DeepSpeedHybridEngine=ZeroEngine"},
     "runtime.lr_schedules": {
-        "zero.compat.schedule_arguments": SCHEDULES,
         "zero.lr_schedules": (
             "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR "
             "get_torch_optimizer=torch_optimizer"
@@ -161,10 +155,10 @@ OURS: dict[str, dict[str, str]] = {
     "runtime.sequence_parallel.ulysses_sp": {"zero.compat.helpers": "TiledMLP"},
     "runtime.utils": {
         "zero.compat.helpers": (
-            "call_to_str clip_grad_norm_ copy_to_device ensure_directory_exists get_global_norm get_only_unique_item "
-            "move_to_device required_torch_version see_memory_usage set_random_seed"
+            "PartitionedTensor call_to_str clip_grad_norm_ copy_to_device ensure_directory_exists get_global_norm "
+            "get_only_unique_item move_to_device partition_balanced partition_uniform prefix_sum_inc "
+            "required_torch_version see_memory_usage set_random_seed"
         ),
-        "zero.compat.partitions": "PartitionedTensor partition_balanced partition_uniform prefix_sum_inc",
     },
     "runtime.zero": {"zero.compat.partition_parameters": "MiCS_Init unregister_external_parameter"},
     "runtime.zero.config": {
@@ -200,11 +194,11 @@ OURS: dict[str, dict[str, str]] = {
         # Here too, because one of them has the name of a submodule.
         "zero.params.leaf_modules": LEAVES,
     },
-    "utils.comms_logging": {"zero.compat.comm_log": "CommsLogger", "zero.compat.plain": "convert_size"},
-    "utils.debug": {"zero.compat.plain": DEBUGGING},
-    "utils.init_on_device": {"zero.compat.plain": "OnDevice"},
+    "utils.comms_logging": {"zero.compat.helpers": "convert_size"},
+    "utils.debug": {"zero.compat.helpers": DEBUGGING},
+    "utils.init_on_device": {"zero.compat.helpers": "OnDevice"},
     "utils.module_utils": {"zero.compat.helpers": "recursive_getattr recursive_setattr"},
-    "utils.numa": {"zero.compat.plain": "parse_range parse_range_list"},
+    "utils.numa": {"zero.compat.helpers": "parse_range parse_range_list"},
     "utils.nvtx": {"zero.compat.helpers": "instrument_w_nvtx"},
     "utils.tensor_fragment": {"zero.values.fragments": FRAGMENTS},
     "utils.timer": {"zero.compat.timers": "NoopTimer SynchronizedWallClockTimer ThroughputTimer trim_mean"},
