@@ -14,17 +14,15 @@ from typing import Any
 
 import psutil
 
-from zero.launch.arguments import Program
-from zero.launch.hosts import Node
-from zero.launch.job import Job
+from zero.launch.job import Job, Node
 from zero.launch.node import run_node
 
 MARK = "LAUNCH_TEST"
 """Environment variable that all processes of a test's run inherit."""
 
 
-def local_job(program: Program, ranks: int, **more: Any) -> Job:
-    return Job((Node("localhost", tuple(range(ranks))),), program, **more)
+def local_job(words: tuple[str, ...], ranks: int, **more: Any) -> Job:
+    return Job((Node("localhost", tuple(range(ranks))),), words, **more)
 
 
 def write_script(folder: Path, body: str, name: str = "script.py") -> str:

@@ -20,7 +20,6 @@ from models import make_config
 from shared_names import left_behind, shared_names
 
 from offload.node.run_notes import FOLDER, leave_note, read_notes
-from zero.launch.arguments import Program
 from zero.launch.node import run_node
 
 TESTS = Path(__file__).parents[1]
@@ -63,7 +62,7 @@ def test_a_rank_killed_while_training_takes_all_along_and_leaves_no_byte(
     killer.start()
     try:
         with nothing_left(tmp_path):
-            status = run_node(local_job(Program((write_script(tmp_path, body),)), RANKS), 0)
+            status = run_node(local_job((write_script(tmp_path, body),), RANKS), 0)
     finally:
         stop.set()
         killer.join()

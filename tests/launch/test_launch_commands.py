@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 
 from offload.errors import ConfigError
 from zero.launch import arguments, job
-from zero.launch.arguments import Program
-from zero.launch.commands import Transport, build_commands, torchrun_arguments
-from zero.launch.hosts import Node
-from zero.launch.job import Job, is_remote, parse_cores, plan_job
+from zero.launch.job import Job, Node, is_remote, parse_cores, plan_job
+from zero.launch.launcher import Command, build_commands
 
 NODES = (Node("a", (0, 1)), Node("b", (2,)))
-JOB = Job(NODES, Program(("train.py", "--text", 'it\'s 100% "quoted"', "a b")), "a", 29500)
+JOB = Job(NODES, ("train.py", "--text", 'it\'s 100% "quoted"', "a b"), "a", 29500)
 
 
 @pytest.fixture(autouse=True)
@@ -52,19 +50,20 @@ def hostfile(tmp_path: Path) -> str:
 
 def test_what_follows_the_script_is_the_scripts() -> None:
     made = planned("--num_gpus", "2", "train.py", "--num_gpus", "7", "-m", "--module")
-    assert made.program == Program(("train.py", "--num_gpus", "7", "-m", "--module"))
+    assert made.words == ("train.py", "--num_gpus", "7", "-m", "--module")
     assert made.ranks == 2
 
 
 @pytest.mark.parametrize(
-    ("words", "program"),
+    ("words", "expected"),
     [
-        (("--module", "pkg.train"), Program(("pkg.train",), "module")),
-        (("--no_python", "--no_local_rank", "./run.sh"), Program(("./run.sh",), "program", False)),
+        (("--module", "pkg.train"), (("pkg.train",), "module", True)),
+        (("--no_python", "--no_local_rank", "./run.sh"), (("./run.sh",), "program", False)),
     ],
 )
-def test_what_each_rank_runs(words: tuple[str, ...], program: Program) -> None:
-    assert planned(*words).program == program
+def test_what_each_rank_runs(words: tuple[str, ...], expected: tuple[tuple[str, ...], str, bool]) -> None:
+    made = planned(*words)
+    assert (made.words, made.kind, made.local_rank) == expected
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,7 @@ def test_a_hostfile_that_is_not_there_means_this_machine_as_with_deepspeed(
     options = parsed("--num_gpus", "2", *form.split(), "x.py", "--hostfile", "no/hosts")
     made = plan_job(options, 0)
     assert made.nodes == (Node("localhost", (0, 1)),) and not is_remote(options, made)
-    assert made.program.words == ("x.py", "--hostfile", "no/hosts")
+    assert made.words == ("x.py", "--hostfile", "no/hosts")
     assert capsys.readouterr().err == (
         "zero run: --hostfile no/hosts: there is no such file; the ranks run on this machine\n"
     )
@@ -196,7 +195,7 @@ def test_documented_commands_make_a_job(line: str, tmp_path: Path, monkeypatch: 
     (tmp_path / "hosts").write_text("worker-1 slots=4\nworker-2 slots=4\n")
     words = shlex.split(line, comments=True)[2:]
     made = planned(*words, device_count=8)
-    assert made.ranks >= 1 and not made.program.words[0].startswith("-")
+    assert made.ranks >= 1 and not made.words[0].startswith("-")
 
 
 # ---- commands ----------------------------------------------------------------------------------
@@ -204,79 +203,71 @@ def test_documented_commands_make_a_job(line: str, tmp_path: Path, monkeypatch: 
 
 @given(st.lists(st.text(max_size=8), min_size=1), st.text(max_size=8), st.none() | st.integers(1, 65535))
 def test_a_job_travels_as_one_word_that_shells_leave_alone(words: list[str], address: str, port: int | None) -> None:
-    sent = Job(NODES, Program(tuple(words), "module", False), address, port, (1, 2), 0, "logs", True, True)
+    sent = Job(NODES, tuple(words), address, port, "module", False, (1, 2), 0, "logs", True, "start")
     assert Job.decode(sent.encode()) == sent
     assert shlex.quote(sent.encode().rstrip("=")) == sent.encode().rstrip("=") and "%" not in sent.encode()
 
 
-@pytest.mark.parametrize("word", ["", "nonsense", Job(NODES, Program(("x",))).encode()[8:]])
+@pytest.mark.parametrize("word", ["", "nonsense", Job(NODES, ("x",)).encode()[8:]])
 def test_another_word_is_refused(word: str) -> None:
     with pytest.raises(ConfigError, match="expected the argument that zero run makes"):
         Job.decode(word)
 
 
-def test_torchrun_gets_one_nodes_part() -> None:
-    assert torchrun_arguments(JOB, 1, ["rank.py", "x.py"], "/tmp/f") == [
-        *("--nproc-per-node=1", "--max-restarts=0", "--nnodes=2", "--node-rank=1"),
-        *("--master-addr=a", "--master-port=29500", "--log-dir=/tmp/f", "rank.py", "x.py"),
-    ]
-    alone = Job((Node("localhost", (0, 1)),), Program(("x.py",)), log_folder="/logs")
-    assert torchrun_arguments(alone, 0, ["rank.py"], "/logs") == [
-        *("--nproc-per-node=2", "--max-restarts=0", "--standalone", "--local-addr=127.0.0.1"),
-        *("--log-dir=/logs", "--redirects=3", "rank.py"),
-    ]
+def commands(*flags: str, variables: dict[str, str], folder: str = "/here", **more: bool) -> list[Command]:
+    return build_commands(JOB, parsed(*flags, "x.py"), variables, folder, **more)
 
 
 def sent_job(words: tuple[str, ...]) -> Job:
-    """The job in the last word of a command, or of the last shell line in it."""
-    return Job.decode(shlex.split(words[-1])[-1])
-
-
-def check_same(job: Job, **more: Any) -> None:
-    assert (job.nodes, job.program, job.master_addr, job.quiet) == (JOB.nodes, JOB.program, "a", True)
-    assert all(getattr(job, name) == value for name, value in more.items())
+    """The job after the module's name in a command, or in the last shell line in it."""
+    words = (*words, *shlex.split(words[-1]))
+    return Job.decode(words[words.index("zero.launch.node") + 1])
 
 
 def test_ssh_starts_one_process_a_node() -> None:
-    commands = build_commands(JOB, Transport("ssh", ("-i", "key"), 2222), {"A": "x y", "B": "$(rm)'"}, "/my folder")
-    assert [command.host for command in commands] == ["a", "b"]
-    for command in commands:
+    flags = ("--launcher", "ssh", "--launcher_args=-i key", "--ssh_port", "2222")
+    made = commands(*flags, variables={"A": "x y", "B": "$(rm)'"}, folder="/my folder")
+    assert [command.host for command in made] == ["a", "b"]
+    for command in made:
         assert command.words[0] == "ssh" and command.words[-6:-1] == ("-p", "2222", "-i", "key", command.host)
         assert command.passes_stdin and command.environment == {}
         line = shlex.split(command.words[-1])
         assert line[:6] == ["cd", "/my folder", "&&", "exec", "env", "A=x y"] and line[6] == "B=$(rm)'"
-        assert line[7:-1] == [sys.executable, "-u", "-m", "zero.launch.node", "--host", command.host]
-        check_same(sent_job(command.words), watch_stdin=True)
+        assert line[7:11] == [sys.executable, "-u", "-m", "zero.launch.node"] and line[12:] == [command.host]
+        assert sent_job(command.words) == replace(JOB, watch_stdin=True)
 
 
 def test_pdsh_starts_all_nodes_and_fills_in_their_names() -> None:
-    (command,) = build_commands(JOB, Transport("pdsh", ("-x", "c"), 2222), {"A": "50%"}, "/here")
+    flags = ("--launcher", "pdsh", "--launcher_args=-x c", "--ssh_port", "2222")
+    (command,) = commands(*flags, variables={"A": "50%"})
     assert command.words[:9] == ("pdsh", "-S", "-R", "ssh", "-f", "1024", "-w", "a,b", "-x")
-    assert "A=50%%" in command.words[-1] and "--host %h " in command.words[-1]
+    assert "A=50%%" in command.words[-1] and command.words[-1].endswith(" %h")
     assert command.environment["PDSH_SSH_ARGS_APPEND"].endswith("-p 2222") and not command.passes_stdin
-    check_same(sent_job(command.words), watch_stdin=True)
+    assert sent_job(command.words) == replace(JOB, watch_stdin=True)
 
 
 def test_slurm_starts_one_task_a_node() -> None:
-    (command,) = build_commands(JOB, Transport("slurm", ("--gres=gpu:2",), None, "c", "acc"), {"A": "1"}, "/here")
+    flags = ("--launcher", "slurm", "--launcher_args=--gres=gpu:2", "--comment", "c", "--account", "acc")
+    (command,) = commands(*flags, variables={"A": "1"})
     assert command.words[:5] == ("srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=a,b")
     assert {"--comment=c", "--account=acc", "--gres=gpu:2", "--export=ALL", "--chdir=/here"} <= set(command.words)
-    assert command.words[-2] == "--from-launcher" and command.environment == {"A": "1"}
-    check_same(sent_job(command.words), watch_stdin=False)
+    assert command.words[-2] == "zero.launch.node" and command.environment == {"A": "1"}
+    assert sent_job(command.words) == JOB
 
 
 def test_mpi_starts_one_process_a_node() -> None:
-    (command,) = build_commands(JOB, Transport("mpi"), {"A": "1", "B": "2"}, "/here", as_root=True)
+    (command,) = commands("--launcher", "openmpi", variables={"A": "1", "B": "2"}, as_root=True)
     assert command.words[:6] == ("mpirun", "--allow-run-as-root", "-np", "2", "--host", "a:1,b:1")
     assert shlex.join(command.words).count("-x A -x B") == 1 and command.environment == {"A": "1", "B": "2"}
-    (command,) = build_commands(JOB, Transport("mpich"), {"A": "1"}, "/here")
+    (command,) = commands("--launcher", "mpich", variables={"A": "1"})
     assert command.words[:7] == ("mpirun", "-n", "2", "-ppn", "1", "-hosts", "a,b")
-    assert "-genv A 1" in shlex.join(command.words)
-    check_same(sent_job(command.words), watch_stdin=False)
+    assert "-genv A 1" in shlex.join(command.words) and command.environment == {}
+    assert sent_job(command.words) == JOB
 
 
 def test_local_nodes_are_reached_by_a_prefix() -> None:
-    commands = build_commands(JOB, Transport("local", ("ip", "netns", "exec", "{host}")), {"A": "1"}, "/here")
-    assert [command.words[:4] for command in commands] == [("ip", "netns", "exec", "a"), ("ip", "netns", "exec", "b")]
-    assert all(command.passes_stdin and command.environment == {"A": "1"} for command in commands)
-    check_same(sent_job(commands[1].words), watch_stdin=True)
+    made = commands("--launcher", "local", "--launcher_args", "ip netns exec {host}", variables={"A": "1"})
+    assert [command.words[:4] for command in made] == [("ip", "netns", "exec", "a"), ("ip", "netns", "exec", "b")]
+    assert all(command.passes_stdin and command.environment == {"A": "1"} for command in made)
+    assert [command.words[-1] for command in made] == ["a", "b"]
+    assert sent_job(made[1].words) == replace(JOB, watch_stdin=True)

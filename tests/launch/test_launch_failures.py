@@ -12,8 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.launch.first_failure import Failure, describe, find_first, from_torch
-from zero.launch.memory import MemoryState, explain_kill, read_states
+from zero.launch.failures import (
+    Failure,
+    MemoryState,
+    describe,
+    explain_kill,
+    find_first,
+    from_torch,
+    read_states,
+)
 
 GIB = 1 << 30
 

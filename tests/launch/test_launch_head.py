@@ -14,8 +14,7 @@ import pytest
 
 from offload.errors import ConfigError
 from zero.launch import launcher
-from zero.launch.commands import Command
-from zero.launch.launcher import run_commands, shutdown_seconds
+from zero.launch.launcher import Command, run_commands, shutdown_seconds
 
 
 def node(line: str, host: str = "node", *, feeds: bool = False, **environment: str) -> Command:

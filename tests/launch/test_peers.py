@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import socket
 import threading
 from collections.abc import Callable
@@ -11,13 +10,10 @@ from typing import Any
 import pytest
 
 from offload.errors import ConfigError
-from zero.launch import peers
-from zero.launch.arguments import Program
-from zero.launch.first_failure import Failure
-from zero.launch.hosts import Node, parse_hostfile
-from zero.launch.job import Job
+from zero.launch import failures
+from zero.launch.failures import Failure, Peers
+from zero.launch.job import Job, Node, parse_hostfile
 from zero.launch.node import find_node_rank
-from zero.launch.peers import Peers
 
 NODES = (Node("worker-1", (0,)), Node("me@worker-2", (0,)))
 
@@ -30,7 +26,7 @@ def port() -> int:
 
 
 def job(port: int, script: str = "train.py", **more: Any) -> Job:
-    return Job(NODES, Program((script,)), "127.0.0.1", port, **more)
+    return Job(NODES, (script,), "127.0.0.1", port, **more)
 
 
 def begun(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -41,51 +37,51 @@ def begun(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 
 
 def test_node_0_stays_until_the_slowest_has_ended(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "SETTLE_SECONDS", 0.2)
+    monkeypatch.setattr(failures, "SETTLE_SECONDS", 0.2)
     first, second = Peers(job(port), 0), Peers(job(port), 1)
-    thread, results = begun(lambda: first.gather_failures(None, 0, 0))
+    thread, results = begun(lambda: first.gather_failures([], 0))
     thread.join(1.5)
     assert thread.is_alive(), "its store would be gone, and the other node's ranks with it"
-    assert second.gather_failures(None, 0, 0) == ([], 0)
+    assert second.gather_failures([], 0) == []
     thread.join(10)
-    assert results == [([], 0)]
+    assert results == [[]]
 
 
 def test_a_node_that_is_told_to_end_ends_the_others(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "SETTLE_SECONDS", 0.5)
+    monkeypatch.setattr(failures, "SETTLE_SECONDS", 0.5)
     first, second = Peers(job(port), 0), Peers(job(port), 1)
     ended = threading.Event()
     first.watch(ended.set)
-    thread, results = begun(lambda: second.gather_failures(None, 0, 143))
+    thread, results = begun(lambda: second.gather_failures([], 143))
     assert ended.wait(10) and first.has_failed_peer
-    first.gather_failures(None, 0, 143)
+    first.gather_failures([], 143)
     thread.join(10)
-    assert results == [([], 0)]
+    assert results == [[]]
 
 
-def test_every_node_learns_every_first_failure(port: int) -> None:
+def test_every_node_learns_every_failure(port: int) -> None:
     first, second = Peers(job(port), 0), Peers(job(port), 1)
-    failure = Failure(1, "worker-2", 7, 1.0, "bad")
-    thread, results = begun(lambda: first.gather_failures(None, 0, 0))
-    assert second.gather_failures(failure, 2, 7) == ([failure], 2)
+    failure, later = Failure(1, "worker-2", 7, 1.0, "bad"), Failure(2, "worker-2", -15, 2.0)
+    thread, results = begun(lambda: first.gather_failures([], 0))
+    assert second.gather_failures([failure, later], 7) == [failure, later]
     thread.join(10)
-    assert results == [([failure], 2)]
+    assert results == [[failure, later]]
 
 
 @pytest.mark.parametrize("other", [{"script": "other.py"}, {"id": "another start"}])
 def test_a_node_never_joins_another_job_at_the_same_port(
     port: int, monkeypatch: pytest.MonkeyPatch, other: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(peers, "HERE_SECONDS", 0.3)
+    monkeypatch.setattr(failures, "HERE_SECONDS", 0.3)
     first = Peers(job(port), 0)
     with pytest.raises(ConfigError, match=f"--master_port {port}: another job answers"):
         Peers(job(port, **other), 1)
     assert not first.has_failed_peer
     second = Peers(job(port), 1)
-    thread, results = begun(lambda: first.gather_failures(None, 0, 0))
-    assert second.gather_failures(None, 0, 0) == ([], 0)
+    thread, results = begun(lambda: first.gather_failures([], 0))
+    assert second.gather_failures([], 0) == []
     thread.join(10)
-    assert results == [([], 0)]
+    assert results == [[]]
 
 
 def test_a_hostfile_of_open_mpi_is_read() -> None:
@@ -95,6 +91,6 @@ def test_a_hostfile_of_open_mpi_is_read() -> None:
 def test_a_node_finds_itself_without_the_users_name() -> None:
     """As pdsh gives it."""
     for host, index in (("worker-1", 0), ("worker-2", 1), ("me@worker-2", 1)):
-        assert find_node_rank(job(1), argparse.Namespace(host=host)) == index
+        assert find_node_rank(job(1), host) == index
     with pytest.raises(ConfigError, match="expected a host of"):
-        find_node_rank(job(1), argparse.Namespace(host="worker-3"))
+        find_node_rank(job(1), "worker-3")

@@ -16,10 +16,8 @@ from launching import MARK, local_job, marked, nothing_left, reports, run_into, 
 from ranks import RankPool
 
 from offload.errors import ConfigError
-from zero.launch import reaper
-from zero.launch.arguments import Program
-from zero.launch.hosts import Node
-from zero.launch.job import Job
+from zero.launch import node
+from zero.launch.job import Job, Node
 from zero.launch.node import run_node
 from zero.tools.cli import main
 
@@ -44,7 +42,7 @@ def test_each_rank_gets_its_numbers_and_an_untouched_interpreter(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     script = write_script(tmp_path, FACTS)
     before = dict(os.environ), signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    assert run_node(local_job(Program((script, "--lr", "a b")), 2), 0) == 0
+    assert run_node(local_job((script, "--lr", "a b"), 2), 0) == 0
     assert (dict(os.environ), signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     for rank, told in enumerate(reports(tmp_path)):
         assert told["argv"] == [script, f"--local_rank={rank}", "--lr", "a b"]
@@ -59,11 +57,11 @@ def test_each_rank_gets_its_numbers_and_an_untouched_interpreter(
 def test_modules_and_programs_run_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_script(tmp_path, FACTS, "job.py")
-    assert run_node(local_job(Program(("job", "x"), "module"), 1), 0) == 0
+    assert run_node(local_job(("job", "x"), 1, kind="module"), 0) == 0
     told = reports(tmp_path)[0]
     assert (told["argv"], told["path"]) == ([str(tmp_path / "job.py"), "--local_rank=0", "x"], str(tmp_path))
     words = ("sh", "-c", f"echo $RANK $0 $1 > {tmp_path}/said", "zero", "one")
-    assert run_node(local_job(Program(words, "program", local_rank=False), 1), 0) == 0
+    assert run_node(local_job(words, 1, kind="program", local_rank=False), 0) == 0
     assert (tmp_path / "said").read_text() == "0 zero one\n"
 
 
@@ -79,7 +77,7 @@ def test_the_scripts_own_classes_reach_processes_that_it_spawns(tmp_path: Path) 
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 report(got=pool.map(plus, [Item()]))
     """
-    assert run_node(local_job(Program((write_script(tmp_path, body),)), 1), 0) == 0
+    assert run_node(local_job((write_script(tmp_path, body),), 1), 0) == 0
     assert reports(tmp_path) == [{"got": [42]}]
 
 
@@ -88,10 +86,10 @@ def test_ranks_keep_to_cores_of_their_own(tmp_path: Path) -> None:
     script = write_script(tmp_path, FACTS)
     if len(allowed) == 1:
         with pytest.raises(ConfigError, match="one core for each of 2 ranks"):
-            run_node(local_job(Program((script,)), 2, cores=()), 0)
+            run_node(local_job((script,), 2, cores=()), 0)
         return
     cores = tuple(allowed[:2])
-    assert run_node(local_job(Program((script,)), 2, cores=cores), 0) == 0
+    assert run_node(local_job((script,), 2, cores=cores), 0) == 0
     told = [set(rank["cores"]) for rank in reports(tmp_path)]
     assert told[0] | told[1] == set(cores) and not told[0] & told[1]
     assert sorted(os.sched_getaffinity(0)) == allowed
@@ -104,7 +102,7 @@ def test_the_first_failing_ranks_traceback_comes_last(tmp_path: Path, capfd: pyt
         time.sleep(0.5)
         raise RuntimeError("gloo: Connection closed by peer")
     """
-    assert run_node(local_job(Program((write_script(tmp_path, body),)), 3), 0) == 1
+    assert run_node(local_job((write_script(tmp_path, body),), 3), 0) == 1
     lines = capfd.readouterr().err.rstrip().splitlines()
     head = next(index for index in range(len(lines) - 1, -1, -1) if lines[index].startswith("zero run: rank"))
     assert lines[head].startswith(f"zero run: rank 1 on {os.uname().nodename} failed first: exit code 1")
@@ -120,7 +118,7 @@ def test_hooks_of_the_program_for_uncaught_exceptions_run(tmp_path: Path) -> Non
         sys.excepthook = lambda kind, error, trace: report(got=str(error))
         raise ValueError("bad loss")
     """
-    assert run_node(local_job(Program((write_script(tmp_path, body),)), 1), 0) == 1
+    assert run_node(local_job((write_script(tmp_path, body),), 1), 0) == 1
     assert reports(tmp_path) == [{"got": "bad loss"}]
 
 
@@ -128,14 +126,14 @@ def test_hooks_of_the_program_for_uncaught_exceptions_run(tmp_path: Path) -> Non
 def test_the_status_is_the_failing_ranks(
     tmp_path: Path, body: str, status: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_node(local_job(Program((write_script(tmp_path, body),)), 1), 0) == status
+    assert run_node(local_job((write_script(tmp_path, body),), 1), 0) == status
     ending = "exit code 3" if status == 3 else "killed by SIGSEGV"
     assert f"rank 0 on {os.uname().nodename} failed first: {ending}" in capfd.readouterr().err
 
 
 def test_what_is_not_there_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_node(local_job(Program((str(tmp_path / "none.py"),)), 1), 0) == 1
-    assert run_node(local_job(Program(("no-such-program",), "program"), 1), 0) == 1
+    assert run_node(local_job((str(tmp_path / "none.py"),), 1), 0) == 1
+    assert run_node(local_job(("no-such-program",), 1, kind="program"), 0) == 1
     said = capfd.readouterr().err
     assert "none.py: no such file in" in said and "no-such-program: cannot be started" in said
 
@@ -144,7 +142,7 @@ def test_no_process_outlives_a_killed_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Neither a rank that does not heed SIGTERM nor a child in a session of its own."""
-    monkeypatch.setattr(reaper, "KILL_AFTER_SECONDS", 0.5)
+    monkeypatch.setattr(node, "KILL_AFTER_SECONDS", 0.5)
     body = """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if os.fork() == 0:
@@ -157,7 +155,7 @@ def test_no_process_outlives_a_killed_rank(
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    assert run_node(local_job(Program((write_script(tmp_path, body),)), 2), 0) == 128 + signal.SIGKILL
+    assert run_node(local_job((write_script(tmp_path, body),), 2), 0) == 128 + signal.SIGKILL
     said = capfd.readouterr().err
     assert f"rank 1 on {os.uname().nodename} failed first: killed by SIGKILL; 1 other rank ended after it" in said
     assert "something else sent the signal" in said
@@ -171,13 +169,13 @@ def test_ranks_are_started_again_if_asked(tmp_path: Path) -> None:
             sys.exit(1)
         report(restarts=os.environ["TORCHELASTIC_RESTART_COUNT"])
     """
-    assert run_node(local_job(Program((write_script(tmp_path, body),)), 2, max_restarts=1), 0) == 0
+    assert run_node(local_job((write_script(tmp_path, body),), 2, max_restarts=1), 0) == 0
     assert reports(tmp_path) == [{"restarts": "1"}] * 2
 
 
 def test_each_ranks_output_can_go_to_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = write_script(tmp_path, 'print("said by", os.environ["RANK"])')
-    assert run_node(local_job(Program((script,)), 2, log_folder=str(tmp_path / "logs")), 0) == 0
+    assert run_node(local_job((script,), 2, log_folder=str(tmp_path / "logs")), 0) == 0
     said = [path.read_text() for path in sorted((tmp_path / "logs").rglob("stdout.log"))]
     assert sorted(said) == ["said by 0\n", "said by 1\n"] and "said by" not in capfd.readouterr().out
 
@@ -196,7 +194,7 @@ def two_nodes() -> Iterator[RankPool]:
 
 def run_two(pool: RankPool, folder: Path, script: str, free_port: int, **more: Any) -> list[tuple[int, str]]:
     nodes = (Node("node-a", (0, 1)), Node("node-b", (0,)))
-    job = Job(nodes, Program((script,)), "127.0.0.1", free_port, **more)
+    job = Job(nodes, (script,), "127.0.0.1", free_port, **more)
     environment = {name: os.environ[name] for name in (MARK, "TMPDIR")}
     return pool.run(run_into, str(folder), environment, job, per_rank=[(0,), (1,)], timeout_seconds=60)
 
@@ -222,9 +220,9 @@ def test_nodes_may_have_different_numbers_of_ranks(two_nodes: RankPool, tmp_path
 
 
 @pytest.mark.broad
-@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize("start", ["", "of one launcher"])
 def test_one_nodes_failure_ends_the_others_and_is_told_last(
-    two_nodes: RankPool, tmp_path: Path, free_port: int, quiet: bool
+    two_nodes: RankPool, tmp_path: Path, free_port: int, start: str
 ) -> None:
     body = """
         report(ready=True)
@@ -235,12 +233,12 @@ def test_one_nodes_failure_ends_the_others_and_is_told_last(
         time.sleep(600)
     """
     (first, said), (second, said_there) = run_two(
-        two_nodes, tmp_path, write_script(tmp_path, body), free_port, quiet=quiet
+        two_nodes, tmp_path, write_script(tmp_path, body), free_port, id=start
     )
     assert (first, second) == (1, 1)
     assert "rank 2 on node-b failed first: exit code 1" in said
     assert said.rstrip().splitlines()[-2] == "ValueError: on the other node"
-    assert ("failed first" in said_there) is not quiet
+    assert ("failed first" in said_there) is not bool(start)
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
@@ -252,10 +250,10 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--master_port {port}: cannot be .*another port"):
-            run_node(local_job(Program((script,)), 1, master_port=port), 0)
+            run_node(local_job((script,), 1, master_port=port), 0)
         nodes = (Node("node-a", (0,)), Node("node-b", (0,)))
         with pytest.raises(ConfigError, match=f"--master_port {port}: cannot be .*another port"):
-            run_node(Job(nodes, Program((script,)), "127.0.0.1", port), 0)
+            run_node(Job(nodes, (script,), "127.0.0.1", port), 0)
 
 
 # ---- the command -------------------------------------------------------------------------------

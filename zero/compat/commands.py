@@ -18,6 +18,7 @@ from offload.errors import ZeroInfinityError
 from zero.launch.arguments import add_arguments
 from zero.launch.exported_variables import FILE_NAME
 from zero.launch.hosts import choose_nodes, parse_hostfile, read_hostfile
+from zero.launch.job import read_hostfile
 from zero.tools import cli
 
 # Where clients write variables for other nodes; the launcher reads it.

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from offload.errors import ConfigError
 
 DEFAULT_HOSTFILE = "/job/hostfile"  # Read if it exists, as by the deepspeed command.
 DEFAULT_PORT = 29500  # For a job on several nodes; on one node a free port is used.
-LAUNCHERS = ("pdsh", "ssh", "slurm", "mpi", "local")
-ALIASES = {"openmpi": "mpi", "nossh": "--no_ssh"}
-HYDRA = ("mpich", "mvapich", "impi")  # MPI launchers that take mpich's flags.
+LAUNCHERS = ("pdsh", "ssh", "slurm", "mpi", "mpich", "mvapich", "impi", "local")
 REFUSED = {
     "elastic_training": "the number of nodes is fixed; use --max_restarts N, which starts the same ranks again",
     "min_elastic_nodes": "the number of nodes is fixed; name it with --num_nodes",
@@ -23,13 +19,6 @@ REFUSED = {
     "path",
 }
 REFUSED_WITH_VALUE = ("venv_script", "min_elastic_nodes", "max_elastic_nodes")
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    words: tuple[str, ...]  # Script, module or program, and its arguments.
-    kind: str = "script"  # script, module or program.
-    local_rank: bool = True  # Whether --local_rank=i is put before the arguments.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,42 +73,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script_args", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
-def program_of(options: argparse.Namespace) -> Program:
-    """The program that each rank runs. Raises ConfigError: --module and --no_python together."""
-    if options.module and options.no_python:
-        raise ConfigError("--module and --no_python: expected one of them, got both; a module needs Python")
-    kind = "module" if options.module else "program" if options.no_python else "script"
-    return Program((options.script, *options.script_args), kind, not options.no_local_rank)
-
-
 def check_arguments(options: argparse.Namespace) -> None:
-    """Resolve aliases in place, and check the flags. Raises ConfigError: names the wrong flag and the remedy."""
+    """Choose the launcher in place, and check the flags. Raises ConfigError: names the wrong flag and the remedy."""
     for name, reason in REFUSED.items():
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name}: not available: {reason}; leave it out")
-    _resolve_launcher(options)
+    _choose_launcher(options)
+    if options.module and options.no_python:
+        raise ConfigError("--module and --no_python: expected one of them, got both; a module needs Python")
     if (options.num_nodes is not None or options.num_gpus is not None) and (options.include or options.exclude):
         raise ConfigError(
             "--num_nodes and --num_gpus with --include or --exclude: expected one way to say which slots, got both; "
             "put the numbers into --include"
         )
-    _check_numbers(options)
-
-
-def _resolve_launcher(options: argparse.Namespace) -> None:
-    name = ("pdsh" if shutil.which("pdsh") else "ssh") if options.launcher is None else options.launcher.lower()
-    options.launcher = ALIASES.get(name, name)
-    if options.launcher == "--no_ssh":
-        options.no_ssh, options.launcher = True, "local"
-    known: Sequence[str] = (*LAUNCHERS, *HYDRA)
-    if options.launcher not in known:
-        raise ConfigError(
-            f"--launcher: expected one of {', '.join((*known, *ALIASES))}, got {name!r}; or start every node yourself "
-            "with --no_ssh --node_rank N"
-        )
-
-
-def _check_numbers(options: argparse.Namespace) -> None:
     for name in ("master_port", "ssh_port"):
         number = getattr(options, name)
         if number is not None and not 0 < number < 1 << 16:
@@ -130,3 +96,15 @@ def _check_numbers(options: argparse.Namespace) -> None:
         raise ConfigError("--node_rank: expected together with --no_ssh, got it alone; add --no_ssh or leave it out")
     if options.no_ssh and options.node_rank is None:
         raise ConfigError("--no_ssh: expected --node_rank N too, got none; add the number of this node, from 0")
+
+
+def _choose_launcher(options: argparse.Namespace) -> None:
+    name = ("pdsh" if shutil.which("pdsh") else "ssh") if options.launcher is None else options.launcher.lower()
+    if name == "nossh":
+        options.no_ssh = True
+    options.launcher = {"openmpi": "mpi", "nossh": "local"}.get(name, name)
+    if options.launcher not in LAUNCHERS:
+        raise ConfigError(
+            f"--launcher: expected one of {', '.join(LAUNCHERS)}, openmpi, nossh, got {name!r}; or start every node "
+            "yourself with --no_ssh --node_rank N"
+        )

@@ -35,8 +35,8 @@ from offload.kernels.matmul_speed import CLEARLY_SLOWER, bf16_slowdown
 from offload.kernels.threads import physical_cores
 from offload.sizes import format_bytes
 from zero.launch.arguments import DEFAULT_HOSTFILE
+from zero.launch.failures import read_states
 from zero.launch.job import LOCAL_NAMES, LOOPBACK
-from zero.launch.memory import read_states
 
 OK, SLOWER, MISSING, UNKNOWN = "ok", "slower", "missing", "unknown"
 MARKS = {OK: "", UNKNOWN: "?"}

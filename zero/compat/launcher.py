@@ -1,0 +1,64 @@
+"""`deepspeed.launcher.runner`: the command `deepspeed`, which is `zero run`."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from zero.launch.arguments import add_arguments
+from zero.launch.job import choose_nodes, parse_hostfile, read_hostfile
+from zero.launch.launcher import ENVIRONMENT_FILE
+from zero.tools import cli
+
+# Where clients write variables for other nodes; the launcher reads it.
+DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE") or ENVIRONMENT_FILE
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run `zero run` with these arguments; None: those of the command line. Returns the exit status."""
+    return cli.main(["run", *(sys.argv[1:] if args is None else args)])
+
+
+def report() -> int:
+    """Run `zero doctor`, DeepSpeed's `ds_report`. Returns the exit status."""
+    return cli.main(["doctor"])
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line of `zero run`; the result also has DeepSpeed's names of the script and its arguments."""
+    parser = argparse.ArgumentParser(prog="deepspeed", allow_abbrev=False)
+    add_arguments(parser)
+    options = parser.parse_args(args)
+    options.user_script, options.user_args = options.script, options.script_args
+    return options
+
+
+def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
+    """Slots by host; None if there is no such file. Raises ConfigError, a ValueError: a bad line, or no host."""
+    return read_hostfile(hostfile_path) if os.path.isfile(hostfile_path) else None
+
+
+def parse_hostfile_lines(hostfile_lines: Sequence[str]) -> dict[str, int]:
+    return parse_hostfile("\n".join(line.rstrip("\n") for line in hostfile_lines), "hostfile")
+
+
+def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
+    """The slots to use by host. Raises ConfigError, a ValueError: an unknown host or slot, or nothing left."""
+    return {node.host: list(node.slots) for node in choose_nodes(resource_pool, inclusion, exclusion)}
+
+
+def parse_resource_filter(
+    host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
+) -> dict[str, list[int]]:
+    """The slots to use, of those in `host_info`. Raises the same errors as `parse_inclusion_exclusion`."""
+    chosen = parse_inclusion_exclusion({h: max(slots) + 1 for h, slots in host_info.items()}, include_str, exclude_str)
+    known = {host: [slot for slot in slots if slot in host_info[host]] for host, slots in chosen.items()}
+    return {host: slots for host, slots in known.items() if slots}
+
+
+def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
