@@ -51,11 +51,6 @@ class Job:
     id: str = ""  # Of this start, if one process starts all nodes. Only node 0 reports failures then.
 
     @property
-    def ranks(self) -> int:
-        """Number of ranks on all nodes together."""
-        return sum(len(node.slots) for node in self.nodes)
-
-    @property
     def identity(self) -> str:
         """The same on all nodes of the job, and another for each job that might use the same port."""
         content = repr((self.nodes, self.words, self.master_addr, self.master_port))

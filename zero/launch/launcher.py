@@ -135,16 +135,13 @@ def parse_variables(text: str, name: str) -> dict[str, str]:
 # ---- the command of each launcher ---------------------------------------------------------------
 
 
-def build_commands(
-    job: Job, options: argparse.Namespace, variables: Mapping[str, str], folder: str, *, as_root: bool | None = None
-) -> list[Command]:
+def build_commands(job: Job, options: argparse.Namespace, variables: Mapping[str, str], folder: str) -> list[Command]:
     """The commands to start here so that every node runs its part. Raises ConfigError: --launcher_args is no words.
 
     Args:
         options: says which launcher reaches the nodes, and how.
         variables: environment variables for the ranks.
         folder: the current folder of the program on every node.
-        as_root: whether the user is root, for whom OpenMPI needs a flag; None: see.
     """
     try:
         more = shlex.split(options.launcher_args)
@@ -180,8 +177,7 @@ def build_commands(
         words += [f"--{name}={value}" for name in ("comment", "account") if (value := getattr(options, name))]
         words += [*more, *node]
     elif launcher == "mpi":  # OpenMPI, which takes the values of variables from its own environment
-        is_root = os.geteuid() == 0 if as_root is None else as_root
-        words = ["mpirun", *(["--allow-run-as-root"] if is_root else []), "-np", count]
+        words = ["mpirun", *(["--allow-run-as-root"] if os.geteuid() == 0 else []), "-np", count]
         words += ["--host", ",".join(f"{host}:1" for host in hosts), "--map-by", "ppr:1:node", "--bind-to", "none"]
         words += ["--wdir", folder, *(word for name in sorted(variables) for word in ("-x", name)), *more, *node]
     else:  # mpich, mvapich or impi
