@@ -69,9 +69,8 @@ REMOVALS = (
     Removal(
         "a gradient's memory is lent while the device reads it",
         "zero/optim/sub_group_pipeline.py",
-        "                    await streams.synchronize(streams.record_event())\n"
-        "                self.spare_memory.offer",
-        "                    pass\n                self.spare_memory.offer",
+        "            await streams.synchronize(streams.record_event())\n        self.spare_memory.offer",
+        "            pass\n        self.spare_memory.offer",
         ("slow_writes:nvme-nvme:copies,late", "slow_writes:cpu-nvme:copies,late"),
         covered_by="the update's own copies to the host are waited for before a disk has read into the memory",
     ),
@@ -215,15 +214,15 @@ REMOVALS = (
     Removal(
         "an update does not wait for the step",
         "zero/optim/sub_group_pipeline.py",
-        "            streams.wait_events(arguments.event)\n",
+        "        streams.wait_events(arguments.event)\n",
         "",
         ("evaluation_before_a_step:none-none:copies",),
     ),
     Removal(
         "the host updates weights that are still being copied to a forward",
         "zero/optim/sub_group_pipeline.py",
-        "                await streams.synchronize(arguments.event)\n",
-        "                pass\n",
+        "            await streams.synchronize(arguments.event)\n",
+        "            pass\n",
         ("evaluation_before_a_step:cpu-cpu:late",),
     ),
     Removal(
