@@ -26,8 +26,8 @@ from zero.checkpoint.save import BackgroundSave
 from zero.exchange.shared_memory import SharedMemoryCollectives
 from zero.optim.stepper import StepState
 from zero.ranks.comm import Comm
-from zero.store.adoption import Adoption, Piece
-from zero.store.stored_values import StoredValues
+from zero.store.stored_values import Piece, StoredValues
+from zero.values.adoption import Adoption
 from zero.values.reader import GatheredValues
 
 if TYPE_CHECKING:

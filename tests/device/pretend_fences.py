@@ -502,7 +502,7 @@ REMOVALS = (
     ),
     Removal(
         "a model that is being made on the device is taken before it is",
-        "zero/store/adoption.py",
+        "zero/values/adoption.py",
         "            streams.wait_events(event)",
         "            pass",
         ("replaced_on_the_device:cpu-cpu:late",),

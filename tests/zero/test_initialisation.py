@@ -697,7 +697,7 @@ def test_the_bar_makes_no_semaphore_that_a_killed_rank_would_leave() -> None:
         "import multiprocessing.synchronize as s\n"
         "def made(*a, **k): raise SystemExit('a semaphore was made')\n"
         "s.SemLock.__init__ = made\n"
-        "from zero.store.adoption import ProgressBar\n"
+        "from zero.values.adoption import ProgressBar\n"
         "with ProgressBar(total=3, delay=0.0) as bar: bar.update(3)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
@@ -709,7 +709,7 @@ def test_a_start_that_takes_long_shows_how_far_it_is(
     open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], slow: bool
 ) -> None:
     if slow:
-        monkeypatch.setattr("zero.store.adoption.SHOWN_AFTER_SECONDS", 0.0)
+        monkeypatch.setattr("zero.values.adoption.SHOWN_AFTER_SECONDS", 0.0)
     open_engine(build("gpt"), make_config(NVME, nvme_path))
     assert ("values moved to their places" in capsys.readouterr().err) is slow
 

@@ -51,9 +51,9 @@ from zero.schedule.hooks import ModuleHooks, in_backward
 from zero.schedule.micro_batch_scheduler import MicroBatchScheduler
 from zero.schedule.unit_fetcher import FetchCalls, UnitFetcher
 from zero.snapshots.snapshots import open_snapshots
-from zero.store.adoption import Adoption, Piece, read_parameter
 from zero.store.storage import Storage
-from zero.store.stored_values import StoredValues
+from zero.store.stored_values import Piece, StoredValues
+from zero.values.adoption import Adoption, read_parameter
 from zero.values.engine_store import EngineParameterStore, StoreCalls, unwrap_parameters
 from zero.values.reader import GatheredValues, ValueReader
 from zero.values.unit_editor import EditCalls, UnitEditor

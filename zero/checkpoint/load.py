@@ -39,7 +39,8 @@ from zero.params.buffers import has_extra_state_setter, persistent_buffers, set_
 from zero.params.layout import Slot, Unit
 from zero.reports.log import NOTICE
 from zero.snapshots.run_state import check_groups, data_position, restore_counters, restore_groups, restore_rank
-from zero.store.adoption import Adoption, Piece
+from zero.store.stored_values import Piece
+from zero.values.adoption import Adoption
 
 logger = logging.getLogger("zero")
 

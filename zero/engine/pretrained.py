@@ -27,7 +27,8 @@ from zero.params.initialisation import refuse_without_values
 from zero.params.released_parameter import is_managed
 from zero.params.tiles import engine_store_of
 from zero.params.units import Leaf, collect_leaves
-from zero.store.adoption import Adoption, Piece
+from zero.store.stored_values import Piece
+from zero.values.adoption import Adoption
 from zero.values.engine_store import EngineParameterStore
 
 CHUNK_NUMEL = 4 << 20

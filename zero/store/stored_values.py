@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from offload.kernels import masters
 from offload.planes.copies import load_array
 from offload.streams import MaybeEvent, Streams
 from zero.params.layout import Layout, Slot, SubGroup, Unit
-from zero.store.adoption import Piece
 from zero.store.staging import StagedSubGroup
 from zero.store.storage import Storage
 
 ParameterSlots = dict[int, list[tuple[Unit, Slot]]]
 """id(parameter) -> its units and slots, one for each tile if it is in tiles."""
+
+
+class Piece(NamedTuple):
+    """A run of one parameter's values, 1-D tensors of equal length, on the CPU or the device."""
+
+    first: int
+    """Element of the parameter."""
+    weight: torch.Tensor
+    """Of any floating dtype; fp32 values of a 16-bit parameter keep their bits in its master."""
+    remainder: torch.Tensor | None = None
+    """What a 16-bit weight lacks of its fp32 master (`offload.kernels.masters`); None: derived from `weight`."""
+    states: tuple[torch.Tensor, ...] | None = None
+    """The optimizer's states, in the plan's order, fp32; None: zero."""
+
+    def copy_into(self, out: torch.Tensor, begin: int = 0, state: int | None = None) -> None:
+        """Write the piece to its place in `out`, values on the host from element `begin` of the parameter on.
+
+        `state`: number of the state to write; None: the fp32 masters if they are here, else the weights.
+        """
+        part = out[self.first - begin : self.first - begin + self.weight.numel()]
+        if state is not None:
+            part.copy_(self.states[state]) if self.states is not None else part.zero_()
+        elif self.remainder is None:
+            part.copy_(self.weight)  # not by way of another copy on the host
+        else:
+            masters.join(part, self.weight.cpu(), self.remainder.cpu())
 
 
 class StoredValues:

@@ -1,1 +1,1 @@
-"""Reading and writing single parameters for users: weights, exact values, states, gradients."""
+"""The one reader and the one editor of parameters, and what an engine adopts at the start."""

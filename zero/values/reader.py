@@ -18,9 +18,8 @@ from zero.params.binding import UnitBinding
 from zero.params.layout import Layout, Slot, Unit
 from zero.params.placement import Placement
 from zero.schedule.coordinator import Coordinator
-from zero.store.adoption import Piece
 from zero.store.storage import Storage
-from zero.store.stored_values import ParameterSlots, StoredValues
+from zero.store.stored_values import ParameterSlots, Piece, StoredValues
 
 CHUNK_NUMEL = 1 << 20  # Elements per message; with their states, at most 14 bytes each.
 

@@ -15,7 +15,6 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -32,6 +31,7 @@ from zero.plan.sub_group_state import SubGroupState
 from zero.ranks import world
 from zero.store.staging import StagedRange, StagedSubGroup, StagingBlocks
 from zero.store.storage import Storage
+from zero.store.stored_values import Piece
 
 STORES_IN_FLIGHT = 1
 """Sub-groups that are being written to the disk while another is made."""
@@ -45,32 +45,6 @@ class ProgressBar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
     """A bar of one process: tqdm's own lock is a named semaphore, which a killed rank would leave behind."""
 
     _lock = threading.RLock()
-
-
-class Piece(NamedTuple):
-    """A run of one parameter's values, 1-D tensors of equal length, on the CPU or the device."""
-
-    first: int
-    """Element of the parameter."""
-    weight: torch.Tensor
-    """Of any floating dtype; fp32 values of a 16-bit parameter keep their bits in its master."""
-    remainder: torch.Tensor | None = None
-    """What a 16-bit weight lacks of its fp32 master (`offload.kernels.masters`); None: derived from `weight`."""
-    states: tuple[torch.Tensor, ...] | None = None
-    """The optimizer's states, in the plan's order, fp32; None: zero."""
-
-    def copy_into(self, out: torch.Tensor, begin: int = 0, state: int | None = None) -> None:
-        """Write the piece to its place in `out`, values on the host from element `begin` of the parameter on.
-
-        `state`: number of the state to write; None: the fp32 masters if they are here, else the weights.
-        """
-        part = out[self.first - begin : self.first - begin + self.weight.numel()]
-        if state is not None:
-            part.copy_(self.states[state]) if self.states is not None else part.zero_()
-        elif self.remainder is None:
-            part.copy_(self.weight)  # not by way of another copy on the host
-        else:
-            masters.join(part, self.weight.cpu(), self.remainder.cpu())
 
 
 ReadSource = Callable[[nn.Parameter, int, int, bool], Iterable[Piece]]
