@@ -16,13 +16,12 @@ from pathlib import Path
 
 from offload.errors import ZeroInfinityError
 from zero.launch.arguments import add_arguments
-from zero.launch.exported_variables import FILE_NAME
-from zero.launch.hosts import choose_nodes, parse_hostfile, read_hostfile
-from zero.launch.job import read_hostfile
+from zero.launch.job import choose_nodes, parse_hostfile, read_hostfile
+from zero.launch.launcher import ENVIRONMENT_FILE
 from zero.tools import cli
 
 # Where clients write variables for other nodes; the launcher reads it.
-DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE") or FILE_NAME
+DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE") or ENVIRONMENT_FILE
 
 
 def run(args: Sequence[str] | None = None) -> int:
