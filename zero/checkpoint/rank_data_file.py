@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from typing_extensions import override
 
-from offload.archives import BARE, Container, container
+from offload.archives import BARE, Container, bytes_tensor, container
 from offload.disk.aio import Aio, AioOptions, open_aio
 from offload.errors import ConfigError, StateError
 from offload.files.durable import DurableFile, Files
@@ -106,9 +105,8 @@ class PackedBox:
 
     def payload_in(self, run: torch.Tensor) -> torch.Tensor:
         """The payload's bytes in the run's memory (uint8); writes the archive's other bytes around them."""
-        array = run.numpy()
         for data, begin in ((self.container.head, self.begin), (self.container.tail, self.payload + self.nbytes)):
-            array[begin : begin + len(data)] = np.frombuffer(data, dtype=np.uint8)
+            run[begin : begin + len(data)] = bytes_tensor(data)
         return run[self.payload : self.payload + self.nbytes]
 
 
