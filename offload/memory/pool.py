@@ -190,14 +190,14 @@ class Ranges:
 
 
 class ExtentAllocator:
-    """Free extents of [0, capacity_bytes), and who waits for one. One owner, on one thread.
+    """Free extents of an address range, and who waits for one. One owner, on one thread.
 
     Args:
+        capacity_bytes: [0, capacity_bytes) may be allocated from the beginning; `offer` adds more.
         align_bytes: every extent is a multiple of it.
-        is_offered: all may be allocated from the beginning; else only what `offer` adds.
     """
 
-    def __init__(self, capacity_bytes: int, align_bytes: int = PAGE_BYTES, *, is_offered: bool = True) -> None:
+    def __init__(self, capacity_bytes: int = 0, align_bytes: int = PAGE_BYTES) -> None:
         self._align_bytes = align_bytes
         self.capacity_bytes = capacity_bytes // align_bytes * align_bytes
         self._offered, self._free = Ranges(), Ranges()  # Free: offered and not allocated.
@@ -206,13 +206,12 @@ class ExtentAllocator:
         self._waiters: list[asyncio.Future[None]] = []
         self.used_bytes = 0
         self.peak_bytes = 0
-        if is_offered:
-            self.offer(0, self.capacity_bytes)
+        self.offer(0, self.capacity_bytes)
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are not allocated, over all free runs."""
-        return self.capacity_bytes - self.used_bytes
+        """Bytes that may be allocated now, over all free runs."""
+        return sum(end - begin for begin, end in self._free)
 
     @property
     def largest_free_bytes(self) -> int:

@@ -82,30 +82,32 @@ class SwapPool:
 
     def __init__(self, disk: Disk, begin: int, nbytes: int, *, can_grow: bool) -> None:
         self.disk, self._swap, self._can_grow = disk, disk.swap, can_grow
-        self._parts = [(begin, ExtentAllocator(nbytes))]
-        self.peak_bytes = 0  # The most bytes that were allocated at once.
+        self._extents = ExtentAllocator()
+        self._extents.offer(begin, begin + nbytes)
 
     @property
     def used_bytes(self) -> int:
-        return sum(extents.used_bytes for _, extents in self._parts)
+        return self._extents.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that were allocated at once."""
+        return self._extents.peak_bytes
 
     def try_allocate(self, nbytes: int) -> int | None:
         """Offset in the swap space of `nbytes`, on a page; None if there is no room and the pool may not grow.
 
         Raises StorageError: the pool cannot grow, since the file system has no room.
         """
-        for begin, extents in self._parts:
-            if (offset := extents.allocate(nbytes)) is not None:
-                self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-                return begin + offset
-        if not self._can_grow:
-            return None
-        capacity_bytes = sum(extents.capacity_bytes for _, extents in self._parts)
-        more_bytes = align_up(max(nbytes, STEP_BYTES, capacity_bytes // GROWTH), PAGE_BYTES)
-        self._parts.append((self._swap.extend(more_bytes), ExtentAllocator(more_bytes)))
-        return self.try_allocate(nbytes)
+        offset = self._extents.allocate(nbytes)
+        if offset is None and self._can_grow:
+            capacity_bytes = self._extents.used_bytes + self._extents.free_bytes
+            more_bytes = align_up(max(nbytes, STEP_BYTES, capacity_bytes // GROWTH), PAGE_BYTES)
+            begin = self._swap.extend(more_bytes)
+            self._extents.offer(begin, begin + more_bytes)
+            offset = self._extents.allocate(nbytes)
+        return offset
 
     def free(self, offset: int) -> None:
         """Free the extent at `offset`, which `try_allocate` returned."""
-        begin, extents = next(part for part in self._parts if part[0] <= offset < part[0] + part[1].capacity_bytes)
-        extents.free(offset - begin)
+        self._extents.free(offset)

@@ -35,7 +35,7 @@ ACTIONS = st.one_of(
 @settings(deadline=None)
 def test_only_what_is_given_and_not_lent_is_lent_and_it_is_the_first_run_long_enough(actions: list[Any]) -> None:
     """Against one flag per address."""
-    ranges, offered, lent = ExtentAllocator(SIZE, 1, is_offered=False), [False] * SIZE, dict[int, int]()
+    ranges, offered, lent = ExtentAllocator(align_bytes=1), [False] * SIZE, dict[int, int]()
     for action, argument in actions:
         free = [offered[i] and not any(b <= i < b + n for b, n in lent.items()) for i in range(SIZE)]
         if action in ("give", "withdraw"):

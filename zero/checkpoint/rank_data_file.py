@@ -291,7 +291,7 @@ class ExtentWriter:
         if extent.group is None:
             return await self._encode_runs(extent, None)
         staged = StagedSubGroup(self._storage, self._layout, extent.group)
-        await staged.load("optimizer state")
+        await staged.stage("optimizer state")
         try:
             return await self._encode_runs(extent, staged)
         finally:

@@ -36,7 +36,7 @@ class _Pool:
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self.end = int(memory.numel() * SPARE_SHARE)
-        self.extents = ExtentAllocator(memory.numel(), align_bytes=1, is_offered=False)
+        self.extents = ExtentAllocator(align_bytes=1)
 
     def free_range(self, offset: int, nbytes: int, events: tuple[MaybeEvent, ...]) -> None:
         """Called by `Block.free`."""

@@ -286,7 +286,7 @@ class StagedSubGroup:
         """Read the stored values. Raises StorageError."""
         await await_all([part.read() for part in self.parts if not part.in_place])
 
-    async def load(self, what: str) -> None:
+    async def stage(self, what: str) -> None:
         """`lease` memory and `read`; then the values can be used on all streams. Raises StorageError: it is freed."""
         streams = self._storage.streams
         await self.lease(what)

@@ -121,7 +121,7 @@ class StoredValues:
             if part is not None:
                 weights = self._weights(unit, lo, hi)
             staged = part or StagedSubGroup(self._storage, self._layout, group)
-            self._storage.io_loop.run(f"reading {group.name}", staged.load("optimizer state"))
+            self._storage.io_loop.run(f"reading {group.name}", staged.stage("optimizer state"))
             self._staged = staged
         if weights is None:
             weight = staged.weights[unit.index]
