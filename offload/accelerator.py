@@ -282,3 +282,12 @@ def load_native(device: torch.device) -> native.Native:
     if not kind.has_native:
         raise native.NativeUnavailable(f"there is no native library for {kind.name}")
     return native.load_cuda()
+
+
+def library_trouble(*, on_gpu: bool) -> str:
+    """Why the native library of GPUs, or of CPUs, cannot be used; empty if it can. Both open without a GPU."""
+    try:
+        native.load_cuda() if on_gpu else native.load()
+    except native.NativeUnavailable as error:
+        return error.reason
+    return ""

@@ -13,7 +13,6 @@ import psutil
 import pytest
 from pretended import pretend_accelerator
 
-from offload import health
 from offload.kernels import kernels
 from zero.tools import doctor_command
 from zero.tools.cli import main
@@ -52,7 +51,7 @@ def test_every_section_is_answered_and_nothing_stays(nvme_path: Path, capsys: py
 def test_what_is_in_use_is_what_an_engine_would_use(nvme_path: Path) -> None:
     told = facts(nvme_path)
     assert kernels.isa() in told["kernels"].value or told["kernels"].verdict == SLOWER
-    assert told["in use"].value == health.io_choice()[1]
+    assert told["in use"].value == doctor_command.io_choice()[1]
 
 
 def test_without_the_library_the_fallbacks_are_named_with_their_cost(
@@ -95,7 +94,7 @@ def test_huge_pages(
 @pytest.mark.parametrize("backend", ["threads", "aiofiles", "io_uring"])
 def test_a_slower_way_to_move_bytes_says_why(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reason = f"{backend}: io_uring blocked; buffers are not registered (ENOMEM)"
-    monkeypatch.setattr(health, "io_choice", lambda: (backend, reason))
+    monkeypatch.setattr(doctor_command, "io_choice", lambda: (backend, reason))
     fact = facts()["in use"]
     assert fact.verdict == SLOWER and fact.value == reason and fact.note
 
@@ -153,10 +152,14 @@ def failing(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     ("place", "attribute"),
     [
-        *((health, name) for name in ("cpu_library_trouble", "io_backends", "io_choice", "shared_memory_trouble")),
+        *((doctor_command, name) for name in ("library_trouble", "open_aio", "io_choice", "SharedHostMemory")),
         *((psutil, "virtual_memory"), (socket, "if_nameindex"), (socket, "gethostname"), (os, "sched_getaffinity")),
         *((doctor_command, "read_states"), (doctor_command, "identify"), (doctor_command, "free_bytes")),
-        *((doctor_command, "present_kind"), (doctor_command.dist, "is_gloo_available"), (health, "direct_io_trouble")),
+        *(
+            (doctor_command, "present_kind"),
+            (doctor_command.dist, "is_gloo_available"),
+            (doctor_command, "_direct_io_trouble"),
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -176,8 +179,9 @@ def test_a_gpu_is_listed_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> 
         mem_get_info=lambda index: (6 * 10**9, 8 * 10**9),
         get_device_name=lambda index: "a GPU",
     )
-    monkeypatch.setattr(health, "cuda_library_trouble", lambda: "libzn_cuda.so was not built")
-    monkeypatch.setattr(health, "pinning_trouble", lambda: "the driver refused")
+    monkeypatch.setattr(doctor_command, "library_trouble", lambda *, on_gpu: "libzn_cuda.so was not built")
+    monkeypatch.setattr(doctor_command, "has_gpu", lambda: True)
+    monkeypatch.setattr(doctor_command, "pin", lambda data: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     told = facts()
     assert told["GPU 0"].value == "a GPU, 8.00 GB, 6.00 GB free" and told["CUDA_VISIBLE_DEVICES"].value == "'3'"

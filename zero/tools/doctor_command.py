@@ -15,6 +15,7 @@ import platform
 import resource
 import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,15 +26,20 @@ import torch
 import torch.distributed as dist
 
 import zero
-from offload import health, zero_name
-from offload.accelerator import present_kind, visible_variable
+from offload import zero_name
+from offload.accelerator import has_gpu, library_trouble, present_kind, visible_variable
+from offload.disk.aio import AioOptions, open_aio
+from offload.disk.aio_base import BACKENDS
 from offload.disk.disk_identity import identify
 from offload.disk.probe import measure_disk
 from offload.disk.swapfile import free_bytes
+from offload.errors import ZeroInfinityError
 from offload.kernels import kernels
 from offload.kernels.matmul_speed import CLEARLY_SLOWER, bf16_slowdown
 from offload.kernels.threads import physical_cores
-from offload.sizes import format_bytes
+from offload.memory.host_memory import map_host, pin, tensor_over
+from offload.memory.shared_host_memory import SharedHostMemory
+from offload.sizes import PAGE_BYTES, format_bytes
 from zero.launch.arguments import DEFAULT_HOSTFILE
 from zero.launch.failures import read_states
 from zero.launch.job import LOCAL_NAMES, LOOPBACK
@@ -48,6 +54,7 @@ LAUNCHERS = ("ssh", "pdsh", "srun", "mpirun")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 IN_MEMORY = ("tmpfs", "ramfs")
 FREE_LITTLE_BYTES = 20 * 10**9
+TRIED_BYTES = 2 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -191,7 +198,7 @@ def _cpuinfo(key: str) -> str:
 
 def _kernels() -> Answer:
     note = ". Results are the same; an optimizer update takes about twenty times as long"
-    return _slower_if(health.cpu_library_trouble(), "torch operations", note, f"native, {kernels.isa()}")
+    return _slower_if(library_trouble(on_gpu=False), "torch operations", note, f"native, {kernels.isa()}")
 
 
 def _bf16_matmuls() -> Answer:
@@ -239,10 +246,11 @@ def _lockable_memory() -> Answer:
 
 
 def _shared_memory() -> Answer:
-    note = ". Ranks of one node cannot share host memory and copy to each other"
-    return _slower_if(
-        health.shared_memory_trouble(), "none", note, "memfd works: ranks of one node can share host memory"
-    )
+    try:
+        SharedHostMemory(TRIED_BYTES, "a test of shared memory").close()
+    except (ZeroInfinityError, OSError) as error:
+        return "none", SLOWER, f"{error}. Ranks of one node cannot share host memory and copy to each other"
+    return "memfd works: ranks of one node can share host memory"
 
 
 def file_io() -> Questions:
@@ -251,25 +259,38 @@ def file_io() -> Questions:
 
 
 def _backends() -> Answer:
-    troubles = health.io_backends()
-    listed = ", ".join(name if not trouble else f"{name} not" for name, trouble in troubles.items())
-    reasons = [f"{name}: {trouble}" for name, trouble in troubles.items() if trouble]
-    return listed, (SLOWER if reasons else OK), "; ".join(reasons)
+    listed, reasons = [], []
+    for name in BACKENDS[1:]:
+        try:
+            open_aio(AioOptions(backend=name)).close()
+            listed.append(name)
+        except ZeroInfinityError as error:
+            listed.append(f"{name} not")
+            reasons.append(f"{name}: {error}")
+    return ", ".join(listed), (SLOWER if reasons else OK), "; ".join(reasons)
 
 
 def _io_choice() -> Answer:
-    backend, reason = health.io_choice()
+    backend, reason = io_choice()
     if backend == "aiofiles":
-        return (
-            reason,
-            SLOWER,
-            "Python threads move every request, which is too slow for fast disks; build the C library",
-        )
+        note = "Python threads move every request, which is too slow for fast disks; build the C library"
+        return reason, SLOWER, note
     if backend == "threads":
         return reason, SLOWER, "each request needs a system call and a thread, so I/O takes more CPU time"
     if "not registered" in reason:
         return reason, SLOWER, "the kernel pins the buffers again for each request, so I/O takes more CPU time"
     return reason
+
+
+def io_choice() -> tuple[str, str]:
+    """The backend that "auto" takes, and its `reason` after memory was registered with it."""
+    aio = open_aio(AioOptions())
+    try:
+        unregister = aio.register_memory(tensor_over(map_host(TRIED_BYTES)))
+        unregister()
+        return aio.backend, aio.reason
+    finally:
+        aio.close()
 
 
 def disks(paths: Sequence[Path], probe: bool) -> Questions:
@@ -297,17 +318,30 @@ def _disk(path: Path) -> Answer:
     if device.file_system in IN_MEMORY:
         return text, SLOWER, "this is host memory, not a disk: offload to cpu instead, or use a folder on NVMe"
     if free < FREE_LITTLE_BYTES:
-        return (
-            text,
-            SLOWER,
-            "little free space: weights and optimizer states on NVMe take 12 bytes per parameter (bf16, Adam)",
-        )
+        note = "little free space: weights and optimizer states on NVMe take 12 bytes per parameter (bf16, Adam)"
+        return text, SLOWER, note
     return text
 
 
 def _direct(path: Path) -> Answer:
     note = "; I/O goes through the page cache, which takes host memory and copies every byte"
-    return _slower_if(health.direct_io_trouble(path), "no", note, "yes")
+    return _slower_if(_direct_io_trouble(path), "no", note, "yes")
+
+
+def _direct_io_trouble(folder: Path) -> str:
+    """Why files below `folder` cannot bypass the page cache; empty if they can."""
+    with tempfile.TemporaryDirectory(prefix="zero-doctor-", dir=folder) as place:
+        try:
+            descriptor = os.open(Path(place) / "direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        except OSError as error:
+            return f"the file system does not support O_DIRECT ({error.strerror})"
+        try:
+            os.pwrite(descriptor, map_host(PAGE_BYTES), 0)
+        except OSError as error:
+            return f"writing with O_DIRECT: {error.strerror}"
+        finally:
+            os.close(descriptor)
+    return ""
 
 
 def _speed(path: Path, probe: bool) -> Answer:
@@ -337,12 +371,18 @@ def _gpu(module: Any, index: int) -> Answer:
 
 def _cuda_kernels() -> Answer:
     note = ". Updates on the GPU and block sums run as several torch kernels"
-    return _slower_if(health.cuda_library_trouble(), "torch operations", note, "native")
+    return _slower_if(library_trouble(on_gpu=True), "torch operations", note, "native")
 
 
 def _pinned_memory() -> Answer:
-    note = "; copies to and from the GPU are slower and stop its stream"
-    return _slower_if(health.pinning_trouble(), "no", note, "works")
+    if not has_gpu():  # ZERO_DEVICE=cpu
+        return "works"
+    undo = pin(tensor_over(map_host(TRIED_BYTES)))
+    if undo is None:
+        note = "the driver refused, or there are no CUDA kernels; copies to and from the GPU are slower"
+        return "no", SLOWER, f"{note} and stop its stream"
+    undo()
+    return "works"
 
 
 def several_ranks() -> Questions:
