@@ -32,7 +32,7 @@ from zero.activations.rng_tracker import (
 )
 from zero.activations.saved_tensors import Activations, current_activations, use_activations
 from zero.config import Config, load_config
-from zero.config.activation_block import ActivationCheckpointing
+from zero.config.machine_block import ActivationCheckpointing
 from zero.plan.activations_and_snapshots import activation_tier
 from zero.plan.plan import NVME
 from zero.ranks import world
@@ -197,7 +197,7 @@ def _change_settings(block: ActivationCheckpointing, changes: dict[str, Any]) ->
         changed["activation_offloading"] = False
     _state.block = load_config({"activation_checkpointing": changed}).activation_checkpointing
     _state.is_configured = True
-    if _state.block.partition_activations:
+    if changed.get("partition_activations"):
         logger.info("partition_activations: no effect, because there is only one model-parallel rank")
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zero.config import Config, load_config
-from zero.config.fields import known_keys
+from zero.config.known_keys import known_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")

@@ -21,7 +21,7 @@ from offload.saved.activations import ActivationStore, Handle
 from offload.saved.saved_views import UnmovedTensor, storage_key
 from offload.sizes import PAGE_BYTES, align_up
 from offload.system.interrupts import atomic
-from zero.config.activation_block import ActivationCheckpointing
+from zero.config.machine_block import ActivationCheckpointing
 from zero.params.binding import UnitBinding
 
 

@@ -11,13 +11,15 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 from offload.errors import ConfigError
 from zero.compat.engine_getters import OWN_NAMES
 from zero.compat.logs import logger
 from zero.compat.monitoring import BLOCKS, DeepSpeedMonitorConfig
 from zero.config import Config, load_config, reading_as_deepspeed
+from zero.config.fields import InactiveBlock
+from zero.config.known_keys import keys_of
 from zero.config.precision_block import DTYPES, Bf16Config, Fp16Config
 from zero.config.zero_block import ZeroConfig
 from zero.ranks import world
@@ -71,12 +73,23 @@ EIGENVALUE = {
 def block_of_config(config: Config, name: str) -> Any:
     """A block of the configuration; one that was not given has its defaults, and is disabled."""
     block = getattr(config, name)
+    kind = keys_of(type(config))[name].inner
+    if isinstance(kind, InactiveBlock):
+        return _values_of(kind, block or {})
     if block is not None:
         return block
-    kind = get_args(type(config).model_fields[name].annotation)[0]
-    if not hasattr(kind, "model_fields"):
-        return {}
-    return kind(**({"enabled": False} if "enabled" in kind.model_fields else {}))
+    return {} if kind is None else kind(**({"enabled": False} if "enabled" in keys_of(kind) else {}))
+
+
+def _values_of(block: InactiveBlock, values: Mapping[str, Any]) -> SimpleNamespace:
+    """The keys of a block in which none acts, as attributes: as they were given, else their defaults."""
+    content: dict[str, Any] = {"enabled": False} if "enabled" in keys_of(block) else {}
+    for name, key in keys_of(block).items():
+        if isinstance(key.inner, InactiveBlock):
+            content[name] = _values_of(key.inner, values.get(name) or {})
+        else:
+            content[name] = values.get(name, content.get(name, key.default))
+    return SimpleNamespace(**content)
 
 
 def user_value(config: Config, block: str, key: str | None = None, default: Any = None) -> Any:
@@ -123,7 +136,9 @@ def _torch_dtype(path: str) -> Answer:
 CONFIG: dict[str, Answer] = {
     "amp_enabled": value_getter("amp.enabled", False),
     "amp_params": _parameters_getter("amp"),
-    "checkpoint_parallel_write_pipeline": lambda c: bool(getattr(c.checkpoint.parallel_write, "pipeline_stage", False)),
+    "checkpoint_parallel_write_pipeline": lambda c: bool(
+        (value_getter("checkpoint.parallel_write", {})(c)).get("pipeline_stage")
+    ),
     "checkpoint_tag_validation_enabled": lambda c: c.checkpoint.tag_validation != "ignore",
     "checkpoint_tag_validation_fail": lambda c: c.checkpoint.tag_validation == "fail",
     "curriculum_enabled_legacy": value_getter("curriculum_learning.enabled"),
@@ -180,7 +195,7 @@ GETTERS: dict[str, Answer] = {
     "autotuning_profile_model_info": lambda c: False,
     "autotuning_start_profile_step": value_getter("autotuning.start_profile_step"),
     "checkpoint_serialization_enabled": value_getter("checkpoint.checkpoint_serialization", True),
-    "checkpoint_writer_enabled": lambda c: c.checkpoint.writer is not None,
+    "checkpoint_writer_enabled": lambda c: user_value(c, "checkpoint", "writer") is not None,
     "compile_autosp": lambda c: "autosp" in (value_getter("compile.passes")(c) or ()),
     "compile_autotp": lambda c: "autotp" in (value_getter("compile.passes")(c) or ()),
     "compile_zero_optimization_stage": lambda c: bool({"z1", "z3"} & {*(value_getter("compile.passes")(c) or ())}),
@@ -208,7 +223,7 @@ GETTERS: dict[str, Answer] = {
     "random_ltd_config": lambda c: DATA_EFFICIENCY["data_routing"]["random_ltd"],
     "random_ltd_enabled": lambda c: False,
     "super_offload": value_getter("zero_optimization.offload_optimizer.super_offload", False),
-    "tensor_parallel_config": value_getter("tensor_parallel"),
+    "tensor_parallel_config": lambda c: block_of_config(c, "tensor_parallel"),
     "uses_parallelization_pass_only": lambda c: False,
     "zenflow_config": value_getter("zero_optimization.zenflow"),
     "zero_allgather_sequential": _zero_flag("stage3_allgather_sequential"),
@@ -313,6 +328,6 @@ class DeepSpeedConfig:
     def print(self, name: str) -> None:
         """Log every value of the configuration, under this title."""
         logger.info("%s:", name)
-        for key in type(self.config).model_fields:
-            logger.info("  %s: %s", key, getattr(self.config, key))
+        for key, value in self.config:
+            logger.info("  %s: %s", key, value)
         self.print_user_config()

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from zero.config import Config
-from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
 from zero.config.precision_block import DTYPES
-from zero.config.zero_block import ZeroConfig
+from zero.config.zero_block import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from zero.ranks import world
 
 OWN_NAMES = {name: name.lower() for name in ("Adam", "AdamW", "Lamb", "Lion", "Muon")}
+
+NO_EFFECT = "As configured; has no effect here."
 
 T = TypeVar("T")
 Block = TypeVar("Block", OffloadParamConfig, OffloadOptimizerConfig)
@@ -36,6 +37,16 @@ def method(answer: Callable[[Config], T], means: str) -> Callable[[Any], T]:
 def zero(answer: Callable[[ZeroConfig], T], means: str) -> Callable[[Any], T]:
     """Like `method`, for the block `zero_optimization`."""
     return method(lambda config: answer(config.zero_optimization), means)
+
+
+def inactive_value(config: Config, block: str, key: str) -> Any:
+    """The value of a key that has no effect, which is no field of its block."""
+    return getattr(getattr(config, block), key)
+
+
+def inactive(key: str) -> Callable[[Any], Any]:
+    """A row for such a key of `zero_optimization`."""
+    return method(lambda config: inactive_value(config, "zero_optimization", key), NO_EFFECT)
 
 
 class attribute(property, Generic[T]):
@@ -72,7 +83,7 @@ def _autocast_dtype(config: Config) -> torch.dtype | None:
 
 
 def _safe_modules(config: Config) -> list[str] | None:
-    modules = config.torch_autocast.lower_precision_safe_modules
+    modules = inactive_value(config, "torch_autocast", "lower_precision_safe_modules")
     return None if modules is None else list(modules)
 
 
@@ -94,9 +105,6 @@ def _scale_arguments(config: Config) -> dict[str, Any]:
         "consecutive_hysteresis": fp16.consecutive_hysteresis,
         "min_scale": fp16.min_loss_scale,
     }
-
-
-NO_EFFECT = "As configured; has no effect here."
 
 
 @set_getter_names
@@ -198,10 +206,10 @@ class ConfigGetters:
     )
     zero_overlap_comm = zero(lambda z: z.overlap_comm, "False: whoever starts a reduction of gradients waits for it.")
     zero_hpz_partition_size = zero(lambda z: z.zero_hpz_partition_size, "Ranks that share a second copy of weights.")
-    zero_reduce_scatter = zero(lambda z: z.reduce_scatter, NO_EFFECT)
-    zero_reduce_bucket_size = zero(lambda z: z.reduce_bucket_size, NO_EFFECT)
-    zero_multi_rank_bucket_allreduce = zero(lambda z: z.use_multi_rank_bucket_allreduce, NO_EFFECT)
-    zero_allgather_bucket_size = zero(lambda z: z.allgather_bucket_size, NO_EFFECT)
-    zero_allgather_partitions = zero(lambda z: z.allgather_partitions, NO_EFFECT)
-    zero_contiguous_gradients = zero(lambda z: z.contiguous_gradients, NO_EFFECT)
-    zero_round_robin_gradients = zero(lambda z: z.round_robin_gradients, NO_EFFECT)
+    zero_reduce_scatter = inactive("reduce_scatter")
+    zero_reduce_bucket_size = inactive("reduce_bucket_size")
+    zero_multi_rank_bucket_allreduce = inactive("use_multi_rank_bucket_allreduce")
+    zero_allgather_bucket_size = inactive("allgather_bucket_size")
+    zero_allgather_partitions = inactive("allgather_partitions")
+    zero_contiguous_gradients = inactive("contiguous_gradients")
+    zero_round_robin_gradients = inactive("round_robin_gradients")

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from zero.config.batch import MICRO, STEPS, TRAIN
-from zero.config.fields import Key, block_of, known_keys, means_auto, short_json
+from zero.config.fields import short_json
+from zero.config.known_keys import Key, known_keys
 from zero.config.loading import value_at, with_auto_values
 from zero.config.schema import AutoValue, Config
 
@@ -107,7 +108,7 @@ def auto_lines(config: Config) -> Iterator[str]:
             yield f"auto: {key.path} = {value} (from {source})"
         elif value is None:
             yield f"auto: {key.path} is left to the engine (as without the key)"
-        elif means_auto(key.field):
+        elif key.means_auto:
             yield f"auto: {key.path} is the memory that is free when the plan is made"
         else:
             yield f"auto: {key.path} = {short_json(value)} (the default)"
@@ -121,11 +122,7 @@ def _auto_keys(config: Config) -> Iterator[Key]:
     """Keys that are "auto" in the source, hold a value and no block, and act or have a value chosen all the same."""
     auto_paths = {path for path, origin in config.origins.items() if origin == "auto"}
     for key in known_keys(Config) if auto_paths else ():  # there are hundreds
-        if (
-            key.path in auto_paths
-            and block_of(key.field) is None
-            and (key.role != "inert" or key.path == REDUCE_BUCKET)
-        ):
+        if key.path in auto_paths and key.inner is None and (key.role != "inert" or key.path == REDUCE_BUCKET):
             yield key
 
 

@@ -17,7 +17,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from zero.config.fields import ConfigBlock, Flag, Inert, InertNumber, Integer, Number, problem, reads
+from zero.config.fields import ConfigBlock, Flag, Integer, Number, problem, reads
+from zero.config.inactive_keys import inactive_keys
 from zero.config.numbers import parse_integer
 
 # Each number has more divisors than every smaller one; the same list as in DeepSpeed.
@@ -39,6 +40,7 @@ def _parse_sizes(value: object) -> tuple[int, ...]:
 class Elasticity(ConfigBlock):
     """`elasticity`: chooses `train_batch_size` and the micro-batch from the number of ranks."""
 
+    rows = inactive_keys("elasticity")
     is_open = True
 
     enabled: Flag = False
@@ -48,7 +50,6 @@ class Elasticity(ConfigBlock):
     min_gpus: Annotated[Integer, Field(ge=1)] = 1
     """Fewest ranks that the job may have."""
     max_gpus: Annotated[Integer, Field(ge=1)] = 10000
-    min_time: Annotated[InertNumber, Inert("the scheduler of the cluster decides when ranks change")] = None
     version: Number = 0.1
     """0.1: any number of ranks that divides the batch; 0.2: whole nodes."""
     prefer_larger_batch: Flag = True

@@ -1,23 +1,20 @@
-"""Types and roles of configuration keys: a key acts, is inert, or refuses values.
+"""Types of the keys of a configuration, and what is known of those that do nothing.
 
-The role of a key is declared with the key, as a marker in its annotation:
+A key that acts is a field of a `ConfigBlock`. Others are rows of `zero.config.inactive_keys`:
 
-- no marker: the key acts.
-- `Inert(reason)`: known, but without effect; a user who sets it sees the reason once. `INERT` takes its reason from
-  `Block.why`, which the inert keys of a block share.
-- `Only(...)`: any other value would change the results or break a promise, so it is refused.
+- a reason, or `Inert`: known, but without effect; a user who sets it sees the reason once.
+- `Refused`: any value but some would change the results or break a promise.
+- `InactiveBlock`: a block in which no key acts.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -25,19 +22,83 @@ from pydantic import (
     ConfigDict,
     GetCoreSchemaHandler,
     ValidationInfo,
+    model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from typing_extensions import Self
 
 from zero.config.numbers import parse_count, parse_integer, parse_number
 
-Role = Literal["acts", "inert", "refused"]
+
+@dataclass(frozen=True)
+class Inert:
+    """The key has no effect. In the tables a bare reason stands for one without a default."""
+
+    reason: str  # Shown in the list at the start and in the docs.
+    default: object = None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The key has only these values; none: it must be absent."""
+
+    fix: str
+    allowed: tuple[object, ...] = (False,)  # The first is the default, but where they are words, which may be a list.
+
+    @property
+    def default(self) -> object:
+        return next((value for value in self.allowed if not isinstance(value, str)), None)
+
+    @property
+    def kinds(self) -> set[type]:
+        """The types of the allowed values; words may stand in a list."""
+        kinds = {type(value) for value in self.allowed}
+        return kinds | {tuple} if str in kinds else kinds
+
+    def has_type(self, value: object) -> bool:
+        return any(_has_type(kind, value) for kind in self.kinds)
+
+    def read(self, value: object) -> object:
+        """The allowed value that this one means. Raises ValueError: it is not allowed; the text says what is."""
+        if tuple in self.kinds and isinstance(value, (list, tuple)) and all(word in self.allowed for word in value):
+            return tuple(value)
+        for allowed in self.allowed:
+            parse: Callable[[object], object] = parse_flag if isinstance(allowed, bool) else parse_number
+            with suppress(ValueError):
+                if value == allowed if isinstance(allowed, str) else parse(value) == allowed:
+                    return allowed
+        raise ValueError(" or ".join(map(short_json, self.allowed)) or "this key to be absent")
+
+
+@dataclass(frozen=True, eq=False)
+class InactiveBlock:
+    """A block in which no key acts; its attributes mean what those of `ConfigBlock` do."""
+
+    shorthands: ClassVar[Mapping[bool, Mapping[str, object]]] = {}
+
+    rows: Mapping[str, Row]
+    about: str = ""
+    is_open: bool = False
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+Row = str | Inert | Refused | InactiveBlock
+
+
+def default_of(row: Row) -> object:
+    """What holds where such a key is not given."""
+    return row.default if isinstance(row, (Inert, Refused)) else None
 
 
 class ConfigBlock(BaseModel):
     """One JSON object of the configuration: frozen, and closed to unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    # Keys that do nothing are kept beside the fields as they were given.
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+
+    rows: ClassVar[Mapping[str, Row]] = {}
+    """Its keys that do nothing, and blocks in it in which none acts."""
 
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other spellings of this block's keys."""
@@ -48,9 +109,6 @@ class ConfigBlock(BaseModel):
     is_open: ClassVar[bool] = False
     """DeepSpeed picks its keys out of this block and passes over all others; under its name they are a warning."""
 
-    why: ClassVar[str] = ""
-    """The reason why inert keys of this block have no effect, for keys without their own reason."""
-
     @classmethod
     def extra_keys(cls, key: str, raw: Mapping[Any, Any]) -> Collection[str]:
         """Keys that the inner block `key` accepts besides its declared ones, depending on other keys of this block.
@@ -59,13 +117,26 @@ class ConfigBlock(BaseModel):
         """
         return ()
 
-    @classmethod
-    def is_off(cls, raw: Mapping[Any, Any]) -> bool:
-        """True if the block, as it was read, is switched off."""
-        try:
-            return "enabled" in cls.model_fields and not parse_flag(raw.get("enabled"))
-        except ValueError:
-            return False
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if name not in self.rows:
+                raise problem("a known key", at=name, got=short_json(value), keys=(name,))
+        return self
+
+    if not TYPE_CHECKING:  # Else it would answer for misspelt keys too.
+
+        def __getattr__(self, name: str) -> Any:
+            """A key that does nothing: as it was given, else its default."""
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if name not in self.rows:
+                    raise
+                return default_of(self.rows[name])
+
+
+AnyBlock = type[ConfigBlock] | InactiveBlock
 
 
 def problem(
@@ -101,32 +172,6 @@ def world_size_of(info: ValidationInfo) -> int:
 
 
 @dataclass(frozen=True)
-class Inert:
-    """The key is known, but has no effect."""
-
-    reason: str = ""  # Shown in the list at the start and in the docs. Empty: the reason is `Block.why`.
-
-
-@dataclass(frozen=True)
-class Only:
-    """Refuse all values except these."""
-
-    allowed: tuple[object, ...]
-    fix: str
-
-    def check(self, value: object) -> object:
-        """Return the value if it is allowed. Raises PydanticCustomError: it is not."""
-        if value in self.allowed:
-            return value
-        values = " or ".join(map(short_json, self.allowed))
-        raise problem(values or "this key to be absent", fix=self.fix)
-
-    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Run `check` after the check of the key's type."""
-        return core_schema.no_info_after_validator_function(self.check, handler(source))
-
-
-@dataclass(frozen=True)
 class Deprecated:
     """The key still acts, but another one should be used."""
 
@@ -139,7 +184,6 @@ class MeansAuto:
 
 
 AUTO = "auto"
-INERT = Inert()
 MEANS_AUTO = MeansAuto()
 
 
@@ -219,12 +263,6 @@ def _parse_text(value: object) -> str:
     return value
 
 
-def _parse_free(value: object) -> dict[object, object]:
-    if not isinstance(value, Mapping):
-        raise ValueError("an object {...}")
-    return dict(value)
-
-
 Flag = Annotated[bool, reads(parse_flag)]
 Integer = Annotated[int, reads(parse_integer)]
 Count = Annotated[int, reads(parse_count)]
@@ -232,21 +270,6 @@ Number = Annotated[float, reads(parse_number)]
 Text = Annotated[str, reads(_parse_text)]
 _Words = TypeVar("_Words")
 Word = Annotated[_Words, _InAnyCase()]  # One of the words of a `Literal`: `Word[Literal["on", "off"]]`.
-
-InertFlag = Annotated[Flag | None, INERT]
-InertInteger = Annotated[Integer | None, INERT]
-InertCount = Annotated[Count | None, INERT]
-InertNumber = Annotated[Number | None, INERT]
-InertText = Annotated[Text | None, INERT]
-InertItems = Annotated[tuple[Any, ...] | None, INERT, several(lambda item: item, "a list")]
-InertObject = Annotated[dict[Any, Any] | None, INERT, reads(_parse_free)]  # Its keys are the user's own names.
-InertAny = Annotated[Any, INERT]
-
-
-def block_of(field: FieldInfo) -> type[ConfigBlock] | None:
-    """The block that a key holds; None for a key that holds a value."""
-    candidates = (field.annotation, *get_args(field.annotation))
-    return next((part for part in candidates if isinstance(part, type) and issubclass(part, ConfigBlock)), None)
 
 
 def has_field_type(field: FieldInfo, value: object) -> bool:
@@ -274,43 +297,3 @@ def kinds_of(annotation: Any) -> set[Any]:
     if origin in (Union, UnionType):
         return set().union(*map(kinds_of, parts)) - {type(None)}
     return {origin or annotation}
-
-
-def role_of(field: FieldInfo) -> Role:
-    """Whether the key acts, is inert, or refuses values."""
-    if any(isinstance(marker, Inert) for marker in field.metadata):
-        return "inert"
-    return "refused" if any(isinstance(marker, Only) for marker in field.metadata) else "acts"
-
-
-def reason_of(field: FieldInfo, block: type[ConfigBlock]) -> str:
-    """Why an inert key of a block changes nothing; empty for other keys."""
-    reasons = [marker.reason for marker in field.metadata if isinstance(marker, Inert)]
-    return next((reason for reason in reasons if reason), block.why) if reasons else ""
-
-
-def means_auto(field: FieldInfo) -> bool:
-    return any(isinstance(marker, MeansAuto) for marker in field.metadata)
-
-
-@dataclass(frozen=True)
-class Key:
-    """One known key: its canonical dotted path and its declaration."""
-
-    path: str
-    field: FieldInfo
-    role: Role
-    block: type[ConfigBlock]  # The block that declares it.
-
-    @property
-    def reason(self) -> str:
-        return reason_of(self.field, self.block)
-
-
-@functools.cache
-def known_keys(model: type[ConfigBlock], prefix: str = "") -> tuple[Key, ...]:
-    """Every key of a block and of its inner blocks, outer keys first, in the order of declaration."""
-    fields = model.model_fields.items()
-    own = [Key(prefix + name, field, role_of(field), model) for name, field in fields]
-    inner = [(name, block) for name, field in fields if (block := block_of(field)) is not None]
-    return (*own, *itertools.chain.from_iterable(known_keys(block, f"{prefix}{name}.") for name, block in inner))

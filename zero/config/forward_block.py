@@ -1,6 +1,6 @@
-"""`curriculum_learning` and `progressive_layer_drop`: arguments that tell a model's forward how far training is.
+"""How a forward runs: `curriculum_learning`, `progressive_layer_drop`, `hybrid_engine` and `pipeline`.
 
-Neither acts on its own: the model cuts its sequences, or leaves its layers out, by these numbers.
+The first two do not act on their own: the model cuts its sequences, or leaves its layers out, by these numbers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from zero.config.fields import ConfigBlock, Flag, Integer, Number, Text, Word, problem, several
+from zero.config.inactive_keys import inactive_keys
 from zero.config.numbers import parse_integer
 
 AtLeast1 = Annotated[Integer, Field(ge=1)]
@@ -94,3 +95,28 @@ class ProgressiveLayerDrop(ConfigBlock):
     """What the probability falls to."""
     gamma: Annotated[Number, Field(ge=0)] = 0.001
     """How fast: at step s, counted from 0, it is (1 - theta) * exp(-gamma * (s - 1)) + theta."""
+
+
+class HybridEngine(ConfigBlock):
+    """`hybrid_engine`: `engine.generate()` keeps all units that the memory which is free now has room for."""
+
+    rows = inactive_keys("hybrid_engine")
+
+    enabled: Flag = False
+    max_out_tokens: Annotated[Integer, Field(ge=1)] = 512
+    """Tokens of a sequence, its prompt included, for which memory is left to the cache of keys and values."""
+    release_inference_cache: Flag = False
+    """Let the units go when `generate` returns; else they stay for the next call, until a forward with gradients."""
+
+
+class Pipeline(ConfigBlock):
+    """Of a `zero.pipe.PipelineModule`; other models do not read it."""
+
+    rows = inactive_keys("pipeline")
+    is_open = True
+
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """Order of micro-batches on a stage: "1f1b" keeps at most as many of them as there are stages ahead; "gpipe" runs
+    all forwards first."""
+    activation_checkpoint_interval: Integer = 0
+    """Number of layers in one activation checkpoint, instead of the argument of PipelineModule; 0: as that says."""

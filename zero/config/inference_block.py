@@ -11,7 +11,7 @@ import torch
 
 from offload.errors import ConfigError
 from zero.config.fields import short_json
-from zero.config.hints import nearest
+from zero.config.known_keys import nearest
 from zero.config.loading import load_config
 from zero.config.precision_block import DTYPES, parse_dtype
 from zero.config.quantization_block import Codes, parse_codes

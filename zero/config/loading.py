@@ -9,25 +9,14 @@ from contextvars import ContextVar
 from typing import Any, Literal
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from offload.errors import ConfigError
-from zero.config.fields import (
-    AUTO,
-    ConfigBlock,
-    Deprecated,
-    block_of,
-    has_field_type,
-    means_auto,
-    reason_of,
-    role_of,
-    short_json,
-)
-from zero.config.hints import explain_unknown_key
-from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
+from zero.config.fields import AUTO, AnyBlock, Deprecated, InactiveBlock, has_field_type, short_json
+from zero.config.known_keys import Key, explain_unknown_key, fields_of, is_off, keys_of
 from zero.config.schema import AutoValue, Config, Origin, Report, plain
 from zero.config.sources import copy_containers, read_source
+from zero.config.zero_block import OffloadOptimizerConfig, OffloadParamConfig
 from zero.ranks import world
 
 # Without effect below stage 3, where weights never leave the device.
@@ -166,21 +155,25 @@ class _Reader:
 
     def read(
         self,
-        block: type[ConfigBlock],
+        block: AnyBlock,
         raw: Mapping[Any, Any],
         prefix: str = "",
         wrote: str = "",
         extra_keys: Collection[str] = (),
+        *,
+        is_idle: bool = False,
     ) -> dict[str, Any]:
         """Return the known and present keys of a block under their canonical names.
 
         Args:
-            block: declares the keys.
+            block: has the keys.
             prefix: canonical path of the block, ending in a dot; empty at the top level.
             wrote: the same path as the user wrote it.
             extra_keys: further keys besides the declared ones; they are kept unchanged.
+            is_idle: a block around it is switched off.
         """
         values: dict[str, Any] = {}
+        is_idle = is_idle or is_off(block, raw)
         for key, value in raw.items():
             if not isinstance(key, str):
                 self.problems.append(f"{wrote}{key}: expected a string as key, got {short_json(key)}")
@@ -189,62 +182,73 @@ class _Reader:
             elif key in extra_keys:
                 if value is not None and value != AUTO:
                     values[key], self.report.origins[prefix + key] = value, "user"
-            elif (name := block.aliases.get(key, key)) not in block.model_fields:
+            elif (known := keys_of(block, prefix).get(block.aliases.get(key, key))) is None:
                 line = f"{wrote}{key}: {explain_unknown_key(key, block=block, root=Config, extra_keys=extra_keys)}"
                 tolerated = self.tolerant and block.is_open
                 (self.report.ignored if tolerated else self.problems).append(line)
             else:
-                self._read_key(values, block, (prefix + name, wrote + key), value, block.extra_keys(name, raw))
+                extra = () if isinstance(block, InactiveBlock) else block.extra_keys(known.name, raw)
+                self._read_key(values, known, wrote + key, value, extra, is_idle=is_idle)
         return values
 
     def _read_key(
-        self,
-        values: dict[str, Any],
-        block: type[ConfigBlock],
-        paths: tuple[str, str],
-        value: Any,
-        extra_keys: Collection[str],
+        self, values: dict[str, Any], key: Key, wrote: str, value: Any, extra_keys: Collection[str], *, is_idle: bool
     ) -> None:
-        path, wrote = paths
-        report, name = self.report, path.rpartition(".")[2]
-        known = block.model_fields[name]
-        if value is None or (path in self.defaults and value == plain(known.default)):
+        report, name = self.report, key.name
+        if value is None or (key.path in self.defaults and value == plain(key.default)):
             return
         origin: Origin = "user"
         if isinstance(value, str) and value == AUTO:
             origin = "auto"
-            value = report.auto_values[path].value if path in report.auto_values else _meaning_of_auto(known)
-            report.origins.setdefault(path, origin)
+            value = report.auto_values[key.path].value if key.path in report.auto_values else _meaning_of_auto(key)
+            report.origins.setdefault(key.path, origin)
             if value is None:
                 return
-        inner = block_of(known)
-        if inner is not None and isinstance(value, bool) and value in inner.shorthands:
-            meant = inner.shorthands[value]
-            report.deprecated.append(f"{wrote}: deprecated, use {short_json(meant)} for {short_json(value)}")
-            value = meant
-        if inner is not None and isinstance(value, Mapping):
-            value = self.read(inner, value, f"{path}.", f"{wrote}.", extra_keys)
+        if key.inner is not None:
+            value = self._read_block(key.inner, value, (key.path, wrote), extra_keys, is_idle=is_idle)
+        elif key.refused is not None:
+            try:
+                value = key.refused.read(value)
+            except ValueError as error:
+                if not is_idle or name == "enabled" or not key.refused.has_type(value):
+                    self.problems.append(f"{wrote}: expected {error}, got {short_json(value)}; {key.refused.fix}")
+                return
         if name in values and values[name] != value:
             self.problems.append(
-                f"{wrote}: expected the same value as {self.written_paths[path]}, because it is another name of the "
-                f"same key, got {short_json(value)} and {short_json(values[name])}; remove one of them"
+                f"{wrote}: expected the same value as {self.written_paths[key.path]}, because it is another name of "
+                f"the same key, got {short_json(value)} and {short_json(values[name])}; remove one of them"
             )
-        if inner is None and role_of(known) == "inert":
+        if key.role == "inert":
             report.inactive.append(wrote)
-            report.reasons[wrote] = reason_of(known, block)
-        notes = [marker.note for marker in known.metadata if isinstance(marker, Deprecated)]
+            report.reasons[wrote] = key.reason
+        marks = [] if key.field is None else key.field.metadata
+        notes = [marker.note for marker in marks if isinstance(marker, Deprecated)]
         report.deprecated.extend(f"{wrote}: deprecated, {note}" for note in notes)
         values.setdefault(name, value)
-        self.written_paths.setdefault(path, wrote)
-        report.origins[path] = origin
+        self.written_paths.setdefault(key.path, wrote)
+        report.origins[key.path] = origin
+
+    def _read_block(
+        self, block: AnyBlock, value: Any, paths: tuple[str, str], extra_keys: Collection[str], *, is_idle: bool
+    ) -> Any:
+        """The known keys of a block; what is no object is left to the check of the types."""
+        path, wrote = paths
+        if isinstance(value, bool) and value in block.shorthands:
+            meant = block.shorthands[value]
+            self.report.deprecated.append(f"{wrote}: deprecated, use {short_json(meant)} for {short_json(value)}")
+            value = meant
+        if isinstance(value, Mapping):
+            return self.read(block, value, f"{path}.", f"{wrote}.", extra_keys, is_idle=is_idle)
+        if isinstance(block, InactiveBlock):
+            self.problems.append(f"{wrote}: expected an object {{...}}, got {short_json(value)}")
+        return value
 
 
-def _meaning_of_auto(known: FieldInfo) -> Any:
+def _meaning_of_auto(key: Key) -> Any:
     """The meaning of "auto" as the value of this key; None: the key counts as absent."""
-    inner = block_of(known)
-    if inner is None:
-        return AUTO if means_auto(known) else None
-    return {key: AUTO for key, below in inner.model_fields.items() if means_auto(below)} or None
+    if key.inner is None:
+        return AUTO if key.means_auto else None
+    return {name: AUTO for name, below in keys_of(key.inner).items() if below.means_auto} or None
 
 
 def _validate(data: dict[str, Any], reader: _Reader) -> Config | None:
@@ -271,17 +275,19 @@ def _validate(data: dict[str, Any], reader: _Reader) -> Config | None:
 
 def _is_idle(data: Mapping[str, Any], path: tuple[str, ...]) -> bool:
     """True if a wrong value may be ignored: its block is switched off, and the value at least has the right type."""
-    block: type[ConfigBlock] = Config
+    block: AnyBlock = Config
     raw: Any = data
     off = False
     for name in path[:-1]:
-        inner = block_of(block.model_fields[name]) if name in block.model_fields else None
+        inner = keys_of(block)[name].inner if name in keys_of(block) else None
         raw = raw.get(name)
         if inner is None or not isinstance(raw, Mapping):
             return False
-        block, off = inner, off or inner.is_off(raw)
-    name = path[-1]
-    return off and name != "enabled" and name in raw and has_field_type(block.model_fields[name], raw[name])
+        block, off = inner, off or is_off(inner, raw)
+    name, fields = path[-1], fields_of(block)
+    if not off or name == "enabled" or name not in raw or name not in fields:
+        return False
+    return has_field_type(fields[name], raw[name])
 
 
 def _involved_paths(detail: ErrorDetails) -> list[tuple[str, ...]]:
@@ -328,8 +334,8 @@ def _overruled_paths(config: Config, origins: Mapping[str, Origin], data: Mappin
             idle = [path for path in origins if path.startswith(prefix) and (names_device or path != f"{prefix}device")]
         else:
             idle = [] if block.device == "nvme" else [f"{prefix}nvme_path"]
-        fields = {name: known for name, known in type(block).model_fields.items() if block_of(known) is None}
-        acting = {prefix + name for name, known in fields.items() if role_of(known) == "acts"} - {STATE_DTYPE}
+        keys = keys_of(type(block), prefix).values()
+        acting = {key.path for key in keys if key.role == "acts" and key.inner is None} - {STATE_DTYPE}
         paths += [path for path in idle if origins.get(path) == "user" and path in acting]
     if config.compute_dtype is None and origins.get(BUFFERS) == "user":
         paths.append(BUFFERS)

@@ -8,8 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from zero.config.fields import ConfigBlock, Flag, InertFlag, InertText, Integer, Number, Only, problem, reads, several
-from zero.config.hints import nearest
+from zero.config.fields import ConfigBlock, Flag, Integer, Number, problem, reads, several
+from zero.config.inactive_keys import inactive_keys
+from zero.config.known_keys import nearest
 from zero.config.numbers import parse_number
 
 KNOWN = (
@@ -82,7 +83,6 @@ def _parse_eps(value: object) -> float | tuple[float | None, float]:
 
 
 _Pair = Annotated[tuple[float, float], several(parse_number, "two numbers", 2)]
-_ONE_BIT = Annotated[Any, Only((), "it belongs to the 1-bit and 0/1 optimizers, which are not available; remove it")]
 
 
 class OptimizerParams(ConfigBlock):
@@ -91,9 +91,7 @@ class OptimizerParams(ConfigBlock):
     A key that is not given is as torch has it for that optimizer.
     """
 
-    why: ClassVar[str] = (
-        "it chooses between implementations, and the engine has only one, with the same bits on every device"
-    )
+    rows = inactive_keys("optimizer.params")
 
     aliases: ClassVar[Mapping[str, str]] = {"adamw_mode": "adam_w_mode"}
 
@@ -160,32 +158,12 @@ class OptimizerParams(ConfigBlock):
     """Adafactor: power of the step's number by which the averages of squares forget."""
     d: Annotated[Number, Field(ge=1)] | None = None
     """Adafactor: the most that an update may be, as its root mean square."""
-    fp32_optimizer_states: Annotated[Flag, Only((True,), "moments are kept in fp32; set it to true")] = True
     torch_adam: Flag = False
     """Adam, AdamW: without a weight_decay torch's, 0.01, where weights are decayed; nothing else changes."""
-    fused: InertFlag = None
-    foreach: InertFlag = None
-    capturable: InertFlag = None
-    differentiable: InertFlag = None
-    set_grad_none: InertFlag = None
-    max_grad_norm: Annotated[Any, Only((), 'use the top-level key "gradient_clipping"')] = None
-    freeze_step: _ONE_BIT = None
-    var_freeze_step: _ONE_BIT = None
-    var_update_scaler: _ONE_BIT = None
-    local_step_scaler: _ONE_BIT = None
-    local_step_clipper: _ONE_BIT = None
-    cuda_aware: _ONE_BIT = None
-    comm_backend_name: _ONE_BIT = None
-    coeff_beta: _ONE_BIT = None
-    factor_max: _ONE_BIT = None
-    factor_min: _ONE_BIT = None
-    factor_threshold: _ONE_BIT = None
     max_coeff: Annotated[Number, Field(ge=0)] | None = None
     """Lamb: the most that a parameter's norm over its step's counts as."""
     min_coeff: Annotated[Number, Field(ge=0)] | None = None
     """Lamb: the least."""
-    ns_method: InertText = None
-    per_head_muon: Annotated[Flag, Only((False,), "Muon orthogonalizes whole matrices; remove it")] = False
 
 
 def _parse_optimizer_type(value: object) -> str:
@@ -204,14 +182,10 @@ class OptimizerConfig(ConfigBlock):
 
     is_open = True
 
-    why: ClassVar[str] = (
-        "it chooses between implementations, and the engine has only one, with the same bits on every device"
-    )
+    rows = inactive_keys("optimizer")
 
     type: Annotated[str, reads(_parse_optimizer_type)] = "AdamW"
     params: OptimizerParams = OptimizerParams()
-    adam_w_mode: Annotated[Flag, Only((True,), "set it in optimizer.params")] = True
-    legacy_fusion: InertFlag = None
 
     @model_validator(mode="after")
     def _check_keys(self) -> Self:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from zero.config.fields import ConfigBlock, Flag, Inert, Integer, Number, Only, Text, problem, reads
+from zero.config.fields import ConfigBlock, Flag, Integer, Number, problem, reads
+from zero.config.inactive_keys import inactive_keys
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -34,12 +35,11 @@ _Dtype = Annotated[Literal["fp32", "fp16", "bf16"], reads(parse_dtype)] | None
 class Bf16Config(ConfigBlock):
     """`bf16`: 16-bit weights with fp32 master; off means fp32 throughout."""
 
+    rows = inactive_keys("bf16")
+
     enabled: Flag = False
     check_grad_overflow: Flag = True
     """A step whose gradients are not finite is skipped. False: it is taken, as torch takes it."""
-    immediate_grad_update: Annotated[
-        Flag | None, Inert("gradients are always accumulated as soon as they are complete")
-    ] = None
     bf16_master_weights_and_grads: Flag = False
     """Weights are their own masters, rounded up or down at random, and gradients are added up in bf16."""
     bf16_optimizer_states: Flag = False
@@ -50,6 +50,8 @@ class Bf16Config(ConfigBlock):
 
 class Fp16Config(ConfigBlock):
     """`fp16`: 16-bit weights with fp32 master, and a loss scale."""
+
+    rows = inactive_keys("fp16")
 
     enabled: Flag = False
     auto_cast: Flag = False
@@ -66,10 +68,6 @@ class Fp16Config(ConfigBlock):
     """A step without overflow restores the hysteresis; else only a growing scale does."""
     min_loss_scale: Annotated[Number, Field(ge=0)] = 1.0
     """An overflow at this dynamic scale ends the run."""
-    fused_mode: Annotated[Flag | None, Inert("there is only one kernel")] = None
-    fp16_master_weights_and_grads: Annotated[
-        Flag, Only((False,), "master weights are always fp32; set it to false")
-    ] = False
 
     @property
     def dynamic(self) -> bool:
@@ -94,22 +92,19 @@ def _parse_autocast_dtype(value: object) -> str:
 class TorchAutocast(ConfigBlock):
     """`torch_autocast`: the engine's forward runs under torch.autocast; weights stay what they are."""
 
+    rows = inactive_keys("torch_autocast")
+
     is_open = True
 
     enabled: Flag = False
     dtype: Annotated[Literal["bf16", "fp16"], reads(_parse_autocast_dtype)] | None = None
     """None: torch's own choice for the device. With fp16 the loss is scaled as torch.amp.GradScaler does."""
-    lower_precision_safe_modules: Annotated[
-        tuple[Text, ...] | None,
-        Inert(
-            "ranks exchange weights and gradients in the dtype they are kept in; torch decides which operations "
-            "are cast"
-        ),
-    ] = None
 
 
 class DataTypes(ConfigBlock):
     """`data_types`."""
+
+    rows = inactive_keys("data_types")
 
     is_open = True
 
@@ -120,6 +115,3 @@ class DataTypes(ConfigBlock):
     buffer_dtype: _Dtype = None
     """With bf16 or fp16: what floating buffers become; None: they keep their dtype. Those of quantised storage do
     whatever this says."""
-    keep_in_fp32_modules: Annotated[
-        Any, Only((), "this key is not available; remove it, and let the model's own code cast what needs fp32")
-    ] = None

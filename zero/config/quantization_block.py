@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from zero.config.fields import ConfigBlock, Flag, InertInteger, InertText, Integer, one_of, reads
+from zero.config.fields import ConfigBlock, Flag, Integer, one_of, reads
+from zero.config.inactive_keys import inactive_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +74,14 @@ def parse_codes(value: object) -> Codes:
     if not isinstance(value, Mapping):
         raise ValueError('an object such as {"num_bits": 4, "group_size": 64, "group_dim": 1, "symmetric": false}')
     known = list(GroupQuantization.model_fields)
+    for key in value:
+        if key not in known:
+            raise ValueError(f"one of the keys {', '.join(known)}, not {str(key)!r}")
     try:
         return GroupQuantization.model_validate(dict(value)).codes
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        if key not in known:
-            raise ValueError(f"one of the keys {', '.join(known)}, not {key!r}") from None
         raise ValueError(f"{key}: {first['msg']}".replace(": expected ", " of ")) from None
 
 
@@ -99,7 +101,7 @@ Rules = Annotated[dict[str, dict[str, Any]] | None, reads(_parse_rules)]
 class WeightQuantization(ConfigBlock):
     """`weight_quantization`, as of ZeRO-Inference: weights of `nn.Linear` as codes. On where the block stands."""
 
-    why = "post_init_quant and quantized_initialization say how weights are coded"
+    rows = inactive_keys("weight_quantization")
 
     enabled: Flag = True
     post_init_quant: Rules = None
@@ -107,9 +109,6 @@ class WeightQuantization(ConfigBlock):
     that fits a module counts. A weight that is trained is refused."""
     quantized_initialization: GroupQuantization | None = None
     """How all other weights of `nn.Linear` that are not trained are coded; None: they are not."""
-    num_bits: InertInteger = None
-    q_type: InertText = None
-    q_groups: InertInteger = None
 
     @property
     def rules(self) -> dict[str, Codes]:

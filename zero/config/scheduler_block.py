@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch.optim import lr_scheduler
 from typing_extensions import Self
 
 from zero.config.fields import ConfigBlock, Flag, Integer, Number, Text, Word, problem, reads, short_json
-from zero.config.hints import nearest
+from zero.config.known_keys import nearest
 from zero.config.numbers import parse_number
 from zero.lr_schedules import SCHEDULES
 
@@ -47,7 +47,6 @@ Steps = Annotated[Integer, Field(ge=1)]
 class SchedulerParams(ConfigBlock):
     """`scheduler.params`: what the class takes besides the optimizer. What is left out is the default of the class."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
     warmup_min_lr: PerGroup = None
     warmup_max_lr: PerGroup = None
     """"auto" (and, in WarmupLR, no value): the learning rate of the optimizer."""
@@ -74,6 +73,10 @@ class SchedulerParams(ConfigBlock):
     cycle_min_mom: PerGroup = None
     cycle_max_mom: PerGroup = None
     decay_mom_rate: Number | None = None
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        return self  # `SchedulerConfig` knows the class, and with it the keys.
 
     @property
     def user_options(self) -> dict[str, Any]:

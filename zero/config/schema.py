@@ -1,4 +1,4 @@
-"""The whole configuration, as typed and frozen blocks; the role of a key is written where it is declared."""
+"""The whole configuration, as typed and frozen blocks; what does nothing is in `zero.config.inactive_keys`."""
 
 from __future__ import annotations
 
@@ -12,31 +12,14 @@ from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from typing_extensions import Self
 
 from offload.errors import ConfigError
-from zero.config import features
 from zero.config import logging_block as logs
-from zero.config.activation_block import ActivationCheckpointing
-from zero.config.autotuning_block import Autotuning
 from zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from zero.config.elasticity import Elasticity, elastic_sizes
-from zero.config.engine_block import HybridEngine, Pipeline
-from zero.config.fields import (
-    ConfigBlock,
-    Count,
-    Flag,
-    Inert,
-    InertObject,
-    Integer,
-    Number,
-    Only,
-    Word,
-    block_of,
-    problem,
-    reads,
-    world_size_of,
-)
-from zero.config.forward_block import CurriculumLearning, ProgressiveLayerDrop
-from zero.config.hints import explain_unknown_key
-from zero.config.machine_block import AioConfig, CheckpointConfig, MemoryBudget
+from zero.config.fields import ConfigBlock, Flag, Integer, Number, Word, problem, reads, world_size_of
+from zero.config.forward_block import CurriculumLearning, HybridEngine, Pipeline, ProgressiveLayerDrop
+from zero.config.inactive_keys import inactive_keys
+from zero.config.known_keys import explain_unknown_key, keys_on_path
+from zero.config.machine_block import ActivationCheckpointing, AioConfig, CheckpointConfig, MemoryBudget
 from zero.config.numbers import parse_integer
 from zero.config.optimizer_block import OptimizerConfig
 from zero.config.precision_block import DTYPES, Bf16Config, DataTypes, Fp16Config, TorchAutocast
@@ -113,6 +96,7 @@ _CommDtype = Word[Literal["fp32", "fp16", "bf16"]]
 class Config(ConfigBlock):
     """A checked and resolved configuration. Made by `load_config`; every key below may appear in the JSON."""
 
+    rows = inactive_keys("")
     is_open = True
 
     aliases: ClassVar[Mapping[str, str]] = {
@@ -167,69 +151,30 @@ class Config(ConfigBlock):
     """"sum": the gradients of all ranks are added up and not divided by their number."""
     managed_gradient_accumulation: Flag = True
     """False: each step() of the engine updates, however many backwards came before it."""
-    sequence_parallel_size: Annotated[
-        Integer,
-        Only(
-            (1, 0),
-            "sequence parallelism is not available; set it to 1, and for long sequences set "
-            'activation_checkpointing.activation_device to "cpu" or "nvme", or use zero.TiledLinear',
-        ),
-    ] = 1
-    amp: features.amp | None = None
     torch_autocast: TorchAutocast = TorchAutocast()
     data_types: DataTypes = DataTypes()
     elasticity: Elasticity | None = None
     curriculum_learning: CurriculumLearning | None = None
-    data_efficiency: features.data_efficiency | None = None
-    compression_training: features.compression_training | None = None
     weight_quantization: WeightQuantization | None = None
-    quantize_training: features.quantize_training | None = None
-    sparse_attention: features.sparse_attention | None = None
     progressive_layer_drop: ProgressiveLayerDrop | None = None
-    tensor_parallel: features.tensor_parallel | None = None
-    expert_parallel: features.expert_parallel | None = None
-    inference: features.inference | None = None
 
-    zero_allow_untested_optimizer: Annotated[
-        Flag | None, Inert("an optimizer that cannot be used is always refused by name")
-    ] = None
-    zero_force_ds_cpu_optimizer: Annotated[
-        Flag | None, Inert("torch optimizers are used as they are and run with the engine's kernels")
-    ] = None
-    seq_parallel_communication_data_type: Annotated[_CommDtype | None, Inert("there is no sequence parallelism")] = None
-    sparse_gradients: Annotated[Flag | None, Inert("gradients of embeddings are reduced dense")] = None
-    allgather_size: Annotated[Count | None, Inert("weights are gathered a unit at a time")] = None
-    disable_allgather: Annotated[Flag | None, Inert("each unit's weights are gathered in one collective")] = None
-    graph_harvesting: Annotated[Flag | None, Inert("no graphs are captured")] = None
     wall_clock_breakdown: Flag = False
     """Log the times of forward, backward, step and waiting after each step."""
     memory_breakdown: Flag = False
     """Log what memory is held after each step."""
     dump_state: Flag = False
     """Log the configuration in effect, and where each value comes from, at the start."""
-    disable_python_gc: Annotated[Flag | None, Inert("Python's garbage collector pauses only in saves and loads")] = None
     log_level: Word[Literal["debug", "info", "warning", "error", "critical"]] | None = None
     """What the logger "zero" shows, "info" the plan and the dtypes too; None: notices, and of other ranks errors."""
-    vocabulary_size: Annotated[Integer | None, Inert("it only makes DeepSpeed warn about slow vocabulary sizes")] = None
-    use_data_before_expert_parallelism: Annotated[Flag | None, Inert("there are no expert-parallel groups")] = None
-    datastates_ckpt: Annotated[InertObject, Inert("checkpoints are written by this engine")] = None
     comms_logger: logs.CommsLogger | None = None
-    comms_config: Annotated[InertObject, Inert('DeepSpeed does not read it either; write "comms_logger"')] = None
-    monitor_config: Annotated[
-        InertObject, Inert("DeepSpeed does not read it either; write the blocks in it at the top level")
-    ] = None
     tensorboard: logs.TensorBoard | None = None
     wandb: logs.Wandb | None = None
     csv_monitor: logs.CsvMonitor | None = None
     comet: logs.Comet | None = None
     flops_profiler: logs.FlopsProfiler | None = None
-    autotuning: Autotuning | None = None
-    nebula: features.nebula | None = None
+    autotuning: logs.Autotuning | None = None
     pipeline: Pipeline | None = None
     hybrid_engine: HybridEngine | None = None
-    eigenvalue: features.eigenvalue | None = None
-    timers: features.timers | None = None
-    compile: features.compile | None = None
 
     _report: Report = PrivateAttr(default_factory=Report)
 
@@ -338,20 +283,18 @@ class Config(ConfigBlock):
 
     @classmethod
     def _canonical(cls, path: str) -> str:
-        model: type[ConfigBlock] | None = cls
-        names: list[str] = []
-        for part in path.split("."):
-            name = part if model is None else model.aliases.get(part, part)
-            if model is None or name not in model.model_fields:
-                hint = (
-                    "it holds a value and has no keys below it"
-                    if model is None
-                    else explain_unknown_key(part, block=model, root=cls)
-                )
-                raise ConfigError(f"{path}: {'.'.join([*names, part])}: {hint}")
-            names.append(name)
-            model = block_of(model.model_fields[name])
-        return ".".join(names)
+        parts = path.split(".")
+        keys = keys_on_path(parts, cls)
+        if len(keys) < len(parts):
+            block = keys[-1].inner if keys else cls
+            wrong = parts[len(keys)]
+            hint = (
+                "it holds a value and has no keys below it"
+                if block is None
+                else explain_unknown_key(wrong, block=block, root=cls)
+            )
+            raise ConfigError(f"{path}: {'.'.join([*(key.name for key in keys), wrong])}: {hint}")
+        return keys[-1].path
 
     @model_validator(mode="after")
     def _check_across_ranks(self, info: ValidationInfo) -> Self:

@@ -16,7 +16,8 @@ from typing import Any
 
 from offload.errors import ConfigError
 from offload.system.regular_files import read_regular
-from zero.config.fields import AUTO, ConfigBlock, block_of, short_json
+from zero.config.fields import AUTO, ConfigBlock, short_json
+from zero.config.known_keys import keys_of
 from zero.config.schema import Config, plain
 
 HJSON = "hjson"  # Reads JSON with comments and without quotes; used if it is installed, for text that is not JSON.
@@ -193,23 +194,21 @@ def user_config(config: Config) -> dict[str, Any]:
     always exists and has its `stage`, as a number: clients test `config["zero_optimization"]["stage"] == 3` even if the
     user left them out.
     """
-    content = _fill_auto(copy_containers(config.source), Config, config)
+    content = _fill_auto(copy_containers(config.source), config)
     block = content.get(ZERO)
     content[ZERO] = {**(block if isinstance(block, dict) else {}), "stage": config.zero_optimization.stage}
     return content
 
 
-def _fill_auto(raw: dict[str, Any], kind: type[ConfigBlock], effective: Any) -> dict[str, Any]:
+def _fill_auto(raw: dict[str, Any], block: ConfigBlock) -> dict[str, Any]:
     filled: dict[str, Any] = {}
     for key, value in raw.items():
-        name = kind.aliases.get(key, key)
-        known = kind.model_fields.get(name) if isinstance(key, str) else None
-        holds = getattr(effective, name, None) if known is not None else None
-        inner = block_of(known) if known is not None else None
-        if isinstance(value, str) and value == AUTO and holds is not None:
-            filled[key] = plain(holds.model_dump() if isinstance(holds, ConfigBlock) else holds)
-        elif inner is not None and isinstance(value, dict):
-            filled[key] = _fill_auto(value, inner, holds)
+        name = block.aliases.get(key, key)
+        effective = getattr(block, name) if isinstance(key, str) and name in keys_of(type(block)) else None
+        if isinstance(value, str) and value == AUTO and effective is not None:
+            filled[key] = plain(effective.model_dump() if isinstance(effective, ConfigBlock) else effective)
+        elif isinstance(effective, ConfigBlock) and isinstance(value, dict):
+            filled[key] = _fill_auto(value, effective)
         else:
             filled[key] = value
     return filled

@@ -1,24 +1,25 @@
-"""The `zero_optimization` block: what is sharded, where it lives, and how far ahead it is fetched."""
+"""The `zero_optimization` block: what is sharded, where it lives, and how far ahead it is fetched.
+
+Its two offload blocks say which tier weights and states live in while they are not used.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import ValidationInfo, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 from typing_extensions import Self
 
-from zero.config import features
 from zero.config.fields import (
     AUTO,
     ConfigBlock,
     Count,
     Deprecated,
     Flag,
-    Inert,
-    InertObject,
     Integer,
-    Only,
+    Number,
+    Word,
     one_of,
     parse_flag,
     problem,
@@ -26,8 +27,84 @@ from zero.config.fields import (
     short_json,
     world_size_of,
 )
+from zero.config.inactive_keys import inactive_keys
 from zero.config.numbers import parse_integer, parse_number
-from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
+
+Device = Literal["none", "cpu", "nvme"]
+
+
+def _parse_paths(value: object) -> tuple[str, ...]:
+    paths = [value] if isinstance(value, str) else list(value) if isinstance(value, (list, tuple)) else []
+    folders = tuple(path for path in paths if isinstance(path, str) and path)
+    if not folders or len(set(folders)) != len(paths):
+        raise ValueError("a folder, or a list of different folders to stripe over")
+    return folders
+
+
+Paths = Annotated[tuple[str, ...], reads(_parse_paths)]
+
+
+class _Offload(ConfigBlock):
+    device: Word[Device] = "none"
+    """Tier the bytes live in while they are not used."""
+    nvme_path: Paths | None = None
+    """Folders for swap files; more than one are striped. One that is not there is made."""
+    pin_memory: Flag = True
+    """Host memory is registered with CUDA when there is a GPU."""
+
+    @model_validator(mode="after")
+    def _check_nvme_path(self) -> Self:
+        if self.device == "nvme" and self.nvme_path is None:
+            raise problem(
+                'a folder, because device is "nvme"',
+                fix="name a folder on the NVMe file system, or a list of them",
+                at="nvme_path",
+                got="nothing",
+                keys=("device", "nvme_path"),
+            )
+        return self
+
+
+class OffloadParamConfig(_Offload):
+    """`offload_param`: the 16-bit (or fp32) weights."""
+
+    buffer_count: Annotated[Integer, Field(ge=1)] | None = None
+    """With buffer_size: cap of the parameter arena."""
+    buffer_size: Annotated[Count, Field(ge=1)] | None = None
+    """[elements]"""
+    max_in_cpu: Count | None = None
+    """[elements] kept in host memory as a cache of the NVMe tier."""
+
+
+class SnapshotConfig(ConfigBlock):
+    """`snapshot`: states and weights exist twice on NVMe; a job that was killed goes on from the last commit."""
+
+    every: Annotated[Integer, Field(ge=1)] = 1
+    """[steps] between two snapshots."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "default"
+    """Of its folder below nvme_path; jobs that share the path need different ones."""
+    shared_folder: Flag = False
+    """True: other users may own that folder and its files, or write to them; false: such a folder is refused."""
+
+
+class OffloadOptimizerConfig(_Offload):
+    """`offload_optimizer`: the master weights and the moments."""
+
+    rows = inactive_keys("zero_optimization.offload_optimizer")
+
+    buffer_count: Annotated[Integer, Field(ge=2)] | None = None
+    """Records in flight: one is loaded while another is stored."""
+    pipeline_read: Flag = False
+    """Written as false: two records in flight, and with pipeline_write false too, one; that saves memory."""
+    pipeline_write: Flag = False
+    """As pipeline_read."""
+    ratio: Annotated[Number, Field(ge=0, le=1)] = 1.0
+    """Share of the states that is offloaded; the rest stays on the device and is updated there."""
+    state_dtype: Word[Literal["fp32", "bf16", "8bit"]] = "fp32"
+    """Ours: what the two moments are stored as. bf16 and 8bit move fewer bytes, and change the numbers."""
+    snapshot: SnapshotConfig | None = None
+    """Ours: snapshots on NVMe without a copy; costs the space of weights and states again."""
+
 
 # What DeepSpeed's `leaf_module.classes` is without the key; here nothing is a leaf unasked.
 DEEPSPEED_LEAF_CLASSES = (
@@ -75,15 +152,10 @@ class LeafModuleConfig(ConfigBlock):
     """Ends of names as in `named_modules()`."""
 
 
-_QUANTIZED = Only(
-    (False,),
-    "quantized collectives change the results and are not available; set it to false, and to move fewer bytes set "
-    "zero_hpz_partition_size (fewer gathers between nodes) or communication_data_type",
-)
-
-
 class ZeroConfig(ConfigBlock):
     """`zero_optimization`. Sizes are in elements, as in DeepSpeed; None means that the engine derives them."""
+
+    rows = inactive_keys("zero_optimization")
 
     aliases: ClassVar[Mapping[str, str]] = {
         "prefetch_bucket_size": "stage3_prefetch_bucket_size",
@@ -124,16 +196,12 @@ class ZeroConfig(ConfigBlock):
     cpu_offload_param: Annotated[Flag, Deprecated('use offload_param.device "cpu"')] = False
     cpu_offload_use_pin_memory: Annotated[Flag | None, Deprecated("use pin_memory in the offload blocks")] = None
 
-    zero_quantized_weights: Annotated[Flag, _QUANTIZED] = False
-    zero_quantized_nontrainable_weights: Annotated[Flag, _QUANTIZED] = False
-    zero_quantized_gradients: Annotated[Flag, _QUANTIZED] = False
     zero_hpz_partition_size: Integer = 1
     """Ranks of a node over which weights are sharded a second time, on the device: only the first gather of a unit
     after a step needs all ranks, and backward's stays inside the node; 1 (or 0): off. Stage 3 only."""
     mics_shard_size: Annotated[int, reads(_parse_mics)] = -1
     """Ranks that shard everything among them; the groups of so many ranks hold the same. -1 (or 0): all ranks, off.
     Stage 3 only."""
-    zenflow: features.zenflow | None = None
 
     overlap_comm: Flag = True
     """False: whoever starts a reduction of gradients waits for it. (Without the key DeepSpeed overlaps at stage 3.)"""
@@ -148,43 +216,6 @@ class ZeroConfig(ConfigBlock):
     on the CPU (not with mics_shard_size), and on GPUs that cannot read each other's memory, at stage 3 with
     offload_param on the cpu: each copies the slices from host memory of all ranks. True: so on all GPUs."""
 
-    reduce_bucket_size: Annotated[Count, Inert("gradients are reduced one unit at a time")] = 500_000_000
-    allgather_bucket_size: Annotated[Count, Inert("weights are gathered a unit at a time")] = 500_000_000
-    contiguous_gradients: Annotated[Flag, Inert("a unit's gradients are always one buffer")] = True
-    reduce_scatter: Annotated[Flag, Inert("a rank gets the sums of its own slice either way")] = True
-    allgather_partitions: Annotated[Flag, Inert("a unit is always gathered in one collective")] = True
-    round_robin_gradients: Annotated[Flag, Inert("every rank has an equal slice of every unit")] = False
-    use_multi_rank_bucket_allreduce: Annotated[
-        Flag, Inert("each gradient is reduced in one collective for all ranks")
-    ] = True
-    compute_grad_norm: Annotated[Flag | None, Inert("the gradient norm is always computed")] = None
-    load_from_fp32_weights: Annotated[
-        Flag | None, Only((True,), "a checkpoint's exact fp32 weights are always loaded; remove it")
-    ] = None
-    elastic_checkpoint: Annotated[Flag | None, Inert("every checkpoint loads at any number of ranks")] = None
-    stage3_model_persistence_threshold: Annotated[
-        Count | None, Inert("each parameter is kept or released by its own size only")
-    ] = None
-    stage3_use_all_reduce_for_fetch_params: Annotated[
-        Flag | None, Inert("gathered slices are already the flat unit")
-    ] = None
-    stage3_allgather_sequential: Annotated[Flag | None, Inert("gathered slices are already the flat unit")] = None
-    legacy_stage1: Annotated[Flag | None, Inert("all stages share one implementation")] = None
-    parameter_alignment: Annotated[Flag | None, Inert("every parameter starts at 64 bytes in its unit")] = None
-    zeropp_loco_param: Annotated[
-        InertObject, Inert("it corrects quantized gradients, and gradients are not quantized")
-    ] = None
-    mics_hierarchical_params_gather: Annotated[Flag | None, Inert("a gather always stays inside its group")] = None
-    memory_efficient_linear: Annotated[Flag | None, Inert("backward fetches the weights of every module again")] = None
-    pipeline_loading_checkpoint: Annotated[Flag | None, Inert("a checkpoint is always loaded piece by piece")] = None
-    override_module_apply: Annotated[Flag | None, Inert("Module.apply is not replaced")] = None
-    log_trace_cache_warnings: Annotated[
-        Flag | None, Inert("a changed order of modules costs one late fetch and does not invalidate the trace")
-    ] = None
-    enable_sanity_checks: Annotated[Flag | None, Inert("there are no slower checks to switch on")] = None
-    save_muon_momentum_buffer_in_memory: Annotated[
-        Flag | None, Inert("momentum is kept where offload_optimizer puts the optimizer states")
-    ] = None
     leaf_module: LeafModuleConfig | None = None
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from torch.utils import _pytree
 from offload.accelerator import is_accelerator, module_of
 from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.run import Run
-from zero.config.autotuning_block import Autotuning
+from zero.config.logging_block import Autotuning
 from zero.plan.machine import peak_rss_bytes
 from zero.ranks import world
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from offload.errors import ConfigError, StateError, ZeroInfinityError
 from zero.config import Config
-from zero.config.engine_block import Pipeline
+from zero.config.forward_block import Pipeline
 from zero.data.resumable import EpochSampler, RepeatingLoader
 from zero.engine.engine import ZeroEngine
 from zero.engine.micro_batches import next_batch

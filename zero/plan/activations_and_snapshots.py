@@ -10,8 +10,8 @@ from offload.saved.growing_pool import STEP_BYTES
 from offload.saved.spill_store import PIECE_BYTES, PIECES_IN_FLIGHT
 from offload.sizes import PAGE_BYTES, align_up, format_bytes
 from zero.config import Config
-from zero.config.activation_block import ActivationCheckpointing
-from zero.config.offload_block import OffloadOptimizerConfig
+from zero.config.machine_block import ActivationCheckpointing
+from zero.config.zero_block import OffloadOptimizerConfig
 from zero.plan.array_sizes import ArraySizes
 from zero.plan.plan import DEVICE, HOST, NVME, ActivationPlan, Plan, tier_of
 

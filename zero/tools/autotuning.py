@@ -17,7 +17,7 @@ from typing import Any
 
 from offload.errors import ConfigError
 from zero.config import load_config
-from zero.config.autotuning_block import Autotuning
+from zero.config.logging_block import Autotuning
 from zero.config.sources import CONFIG_NAMES, read_json
 from zero.launch.launcher import launch
 from zero.tools.tune_search import (

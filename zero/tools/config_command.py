@@ -21,7 +21,7 @@ from offload.errors import ConfigError
 from zero.config import Config, load_config
 from zero.config.auto_values import auto_lines
 from zero.config.batch import MICRO, STEPS, TRAIN
-from zero.config.fields import block_of, known_keys
+from zero.config.known_keys import known_keys
 from zero.config.loading import ORIGINS_KEY, value_at
 from zero.config.sources import parse_json
 from zero.tools.config_keys import key_table
@@ -56,7 +56,7 @@ def config_with_origins(config: Config) -> dict[str, Any]:
     Keys that are None (the engine derives them, or they are off) are left out.
     """
     effective = _without_nones(config.as_dict())
-    leaves = [key.path for key in known_keys(Config) if block_of(key.field) is None]
+    leaves = [key.path for key in known_keys(Config) if key.inner is None]
     origins = {path: config.origin(path) for path in leaves if value_at(effective, path) is not None}
     return {ORIGINS_KEY: origins, **effective}
 

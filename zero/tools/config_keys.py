@@ -9,13 +9,13 @@ import json
 import textwrap
 from collections.abc import Iterator
 
-from zero.config import features
-from zero.config.fields import ConfigBlock, Deprecated, Key, Only, block_of, known_keys, short_json, words_in
+from zero.config.fields import AnyBlock, ConfigBlock, Deprecated, InactiveBlock, short_json, words_in
+from zero.config.known_keys import Key, known_keys
 from zero.config.schema import plain
 
 HEAD = """# Every key of the configuration
 
-Written by `zero config keys > docs/config-keys.md` from the models in `zero/config`; a test says whether it is current.
+Written by `zero config keys > docs/config-keys.md` from `zero/config`; a test says whether it is current.
 [How a configuration is read](config.md).
 
 - **acts**: implemented.
@@ -35,17 +35,17 @@ def key_table(config: type[ConfigBlock]) -> str:
     parts = [HEAD]
     for block, keys in sections.items():
         parts.append(f"## {f'`{block}`' if block else 'Top level'}\n")
-        about = "" if not block else _about(keys[0].block)
+        about = "" if not block else _about(keys[0].parent)
         parts += [f"{about}\n"] if about else []
         parts += ["| key | role | default | meaning |", "|---|---|---|---|", *map(_row, keys), ""]
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
-def descriptions(block: type[ConfigBlock]) -> dict[str, str]:
+def descriptions(block: AnyBlock) -> dict[str, str]:
     """Key -> the docstring below its declaration, as one line."""
     texts: dict[str, str] = {}
-    for kind in reversed(block.__mro__):
-        if issubclass(kind, ConfigBlock) and kind.__module__ not in (ConfigBlock.__module__, features.__name__):
+    for kind in () if isinstance(block, InactiveBlock) else reversed(block.__mro__):
+        if issubclass(kind, ConfigBlock) and kind is not ConfigBlock:
             texts |= dict(_attribute_docstrings(kind))
     return texts
 
@@ -60,39 +60,30 @@ def _attribute_docstrings(kind: type[ConfigBlock]) -> Iterator[tuple[str, str]]:
             yield declared.target.id, " ".join(after.value.value.split())
 
 
-def _about(block: type[ConfigBlock]) -> str:
-    text = inspect.getdoc(block) or ""
+def _about(block: AnyBlock) -> str:
+    text = block.about if isinstance(block, InactiveBlock) else inspect.getdoc(block) or ""
     paragraph = " ".join(text.partition("\n\n")[0].split())
     return paragraph.partition(": ")[2] if paragraph.startswith("`") else paragraph
 
 
 def _row(key: Key) -> str:
-    inner = block_of(key.field)
-    name = key.path.rpartition(".")[2]
-    aliases = [alias for alias, meant in key.block.aliases.items() if meant == name]
-    spelt = " or ".join(f"`{spelling}`" for spelling in (name, *aliases))
-    if inner is not None:
+    aliases = [alias for alias, meant in key.parent.aliases.items() if meant == key.name]
+    spelt = " or ".join(f"`{spelling}`" for spelling in (key.name, *aliases))
+    if key.inner is not None:
         return f"| {spelt} | block | | [below](#{_anchor(key.path)}) |"
-    default = short_json(plain(key.field.default))
-    unless = getattr(key.block, "unless", None)
-    role = key.role if unless is None or unless.key == name else "refused"
-    return f"| {spelt} | {role} | `{default}` | {_cell(_meaning(key, name))} |"
+    return f"| {spelt} | {key.role} | `{short_json(plain(key.default))}` | {_cell(_meaning(key))} |"
 
 
-def _meaning(key: Key, name: str) -> str:
-    parts = [descriptions(key.block).get(name, "")]
-    parts += [
-        f"one of {', '.join(f'`{json.dumps(word)}`' for word in words)}"
-        for words in [words_in(key.field.annotation)]
-        if words
-    ]
-    parts += [key.reason] if key.role == "inert" else []
-    for mark in key.field.metadata:
-        if isinstance(mark, Only):
-            allowed = " or ".join(f"`{short_json(value)}`" for value in mark.allowed if value is not None)
-            parts.append(f"only {allowed}: {mark.fix}" if allowed else f"never: {mark.fix}")
-        if isinstance(mark, Deprecated):
-            parts.append(f"deprecated: {mark.note}")
+def _meaning(key: Key) -> str:
+    if key.refused is not None:
+        allowed = " or ".join(f"`{short_json(value)}`" for value in key.refused.allowed)
+        return f"only {allowed}: {key.refused.fix}" if allowed else f"never: {key.refused.fix}"
+    if key.field is None:
+        return key.reason
+    parts = [descriptions(key.parent).get(key.name, "")]
+    if words := words_in(key.field.annotation):
+        parts.append(f"one of {', '.join(f'`{json.dumps(word)}`' for word in words)}")
+    parts += [f"deprecated: {mark.note}" for mark in key.field.metadata if isinstance(mark, Deprecated)]
     return "; ".join(part.rstrip(".") for part in parts if part)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from zero.config.fields import AUTO, ConfigBlock, Only, block_of, kinds_of, means_auto, reason_of, role_of, words_in
+from zero.config.fields import AUTO, AnyBlock, ConfigBlock, InactiveBlock, kinds_of, words_in
+from zero.config.known_keys import Key, keys_of
 from zero.config.loading import COMMENT_PREFIXES
+from zero.config.scheduler_block import SchedulerParams
 from zero.config.schema import plain
 from zero.tools.config_keys import descriptions
 
@@ -20,49 +23,49 @@ def json_schema(config: type[ConfigBlock]) -> dict[str, Any]:
     return {"$schema": DIALECT, "title": "zero-infinity configuration", **_block(config)}
 
 
-def _block(block: type[ConfigBlock]) -> dict[str, Any]:
-    declared = block.model_json_schema(mode="validation")["properties"]
+def _block(block: AnyBlock) -> dict[str, Any]:
+    declared = {} if isinstance(block, InactiveBlock) else block.model_json_schema(mode="validation")["properties"]
     texts = descriptions(block)
     properties: dict[str, Any] = {}
-    for name, field in block.model_fields.items():
-        inner = block_of(field)
-        if inner is not None:
-            forms: list[Any] = [_block(inner), {"const": AUTO}, {"type": "null"}]
-            entry: dict[str, Any] = {"anyOf": [*forms, *([{"type": "boolean"}] if inner.shorthands else [])]}
+    for name, key in keys_of(block).items():
+        if key.inner is not None:
+            forms: list[Any] = [_block(key.inner), {"const": AUTO}, {"type": "null"}]
+            entry: dict[str, Any] = {"anyOf": [*forms, *([{"type": "boolean"}] if key.inner.shorthands else [])]}
+        elif key.refused is not None:
+            entry = {"anyOf": _forms_of(key.refused.allowed), "description": f"Restricted: {key.refused.fix}."}
+        elif key.field is None:
+            entry = {"description": f"Accepted, without effect: {key.reason}."}
         else:
-            bounds = {key: declared[name][key] for key in ("minimum", "maximum") if key in declared[name]}
-            entry = _leaf(kinds_of(field.annotation), bounds, words_in(field.annotation))
-            if dict in kinds_of(field.annotation):
-                entry["anyOf"] += [form for form in declared[name]["anyOf"] if form["type"] == "object"]
-            entry["default"] = plain(field.default)
-            if role_of(field) == "inert":
-                entry["description"] = f"Accepted, without effect: {reason_of(field, block)}."
-            elif texts.get(name):
-                entry["description"] = texts[name]
-            for mark in field.metadata:
-                if isinstance(mark, Only):
-                    entry["anyOf"] = _forms_of(mark.allowed)
-                    entry["description"] = f"Restricted: {mark.fix}."
-            if means_auto(field):
-                entry["description"] = f'{entry.get("description", "")} "auto" has a meaning of its own.'.strip()
+            entry = _acting(key, declared[name], texts.get(name, ""))
         for spelling in (name, *(alias for alias, meant in block.aliases.items() if meant == name)):
             properties[spelling] = entry
     return {
         "type": "object",
         "properties": properties,
         "patternProperties": {f"^{prefix}": {} for prefix in COMMENT_PREFIXES},
-        "additionalProperties": block.model_config.get("extra") != "forbid",
+        "additionalProperties": block is SchedulerParams,
     }
+
+
+def _acting(key: Key, declared: Mapping[str, Any], text: str) -> dict[str, Any]:
+    annotation = None if key.field is None else key.field.annotation
+    kinds = kinds_of(annotation)
+    bounds = {name: declared[name] for name in ("minimum", "maximum") if name in declared}
+    entry = _leaf(kinds, bounds, words_in(annotation))
+    if dict in kinds:
+        entry["anyOf"] += [form for form in declared["anyOf"] if form["type"] == "object"]
+    entry["default"] = plain(key.default)
+    text = f'{text} "auto" has a meaning of its own.'.strip() if key.means_auto else text
+    return {**entry, "description": text} if text else entry
 
 
 def _forms_of(allowed: tuple[object, ...]) -> list[dict[str, Any]]:
     forms: list[dict[str, Any]] = [{"const": AUTO}, {"type": "null"}]
     for value in allowed:
-        if isinstance(value, (bool, str)):
-            forms.append({"type": "string", "pattern": f"^(?i:{value})$"})
+        if isinstance(value, str):
+            forms += [{"type": "string", "examples": [value]}, {"type": "array"}]
         else:
-            forms.append({"type": "string", "pattern": "[0-9]"})
-        if not isinstance(value, str):
+            forms.append({"type": "string", "pattern": f"^(?i:{value})$" if isinstance(value, bool) else "[0-9]"})
             forms += [{"const": value}, {"const": int(value)}] if isinstance(value, bool) else [{"const": value}]
     return forms
 

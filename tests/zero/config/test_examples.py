@@ -18,7 +18,8 @@ import zero
 from offload.errors import ConfigError
 from zero.config import Config, load_config
 from zero.config.auto_values import read_facts, resolve_auto
-from zero.config.fields import AUTO, block_of, known_keys
+from zero.config.fields import AUTO
+from zero.config.known_keys import known_keys
 from zero.tools import cli
 from zero.tools.config_command import config_with_origins
 from zero.tools.config_schema import json_schema
@@ -217,7 +218,7 @@ def schema_at(path: str) -> Mapping[str, Any]:
 
 TYPES = ("optimizer.type", "scheduler.type")
 """A wrong one says nothing of what stands below it."""
-LEAVES = [key for key in known_keys(Config) if block_of(key.field) is None and key.path not in TYPES]
+LEAVES = [key for key in known_keys(Config) if key.inner is None and key.path not in TYPES]
 
 
 @pytest.mark.parametrize("value", FORMS, ids=str)

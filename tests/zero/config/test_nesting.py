@@ -18,7 +18,7 @@ from offload.errors import ConfigError
 from zero.compat import elasticity
 from zero.compat.configs import DeepSpeedConfig
 from zero.config import load_config
-from zero.config.fields import known_keys
+from zero.config.known_keys import known_keys
 from zero.config.schema import Config
 from zero.config.sources import DEPTH_MAX
 from zero.tools import cli

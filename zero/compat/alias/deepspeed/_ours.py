@@ -35,7 +35,7 @@ DEBUGGING = (
 )
 CONFIGS = {
     "zero.compat.configs": "DeepSpeedZeroConfig",
-    "zero.config.offload_block": (
+    "zero.config.zero_block": (
         "DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig=OffloadParamConfig"
     ),
 }
