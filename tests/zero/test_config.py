@@ -506,7 +506,7 @@ ODD = [
     ("fp16", {"enabled": "false"}, {"loss_scale": "-2", "min_loss_scale": -1, "fp16_master_weights_and_grads": True}),
     ("torch_autocast", {"enabled": False}, {"dtype": "float32"}),
     ("flops_profiler", {"enabled": False}, {"profile_step": 0, "top_modules": 0}),
-    ("comet", {"enabled": False}, {"samples_log_interval": 0, "mode": "never"}),
+    ("comet", {"enabled": False}, {"samples_log_interval": 0, "mode": "never", "online": []}),
 ]
 
 
@@ -523,13 +523,10 @@ def test_values_of_a_block_that_is_switched_off_are_not_looked_at(
     ("wrong", "said"),
     [
         ({"hysteresys": 3}, "fp16.hysteresys: unknown key; the nearest known key is 'hysteresis'"),
-        ({"hysteresis": "two"}, "fp16.hysteresis: expected a whole number"),
-        ({"hysteresis": [2]}, "fp16.hysteresis: expected a whole number"),
-        ({"auto_cast": "yes"}, "fp16.auto_cast: expected true or false"),
         ({"enabled": "no"}, "fp16.enabled: expected true or false"),
     ],
 )
-def test_its_keys_have_their_names_and_types_nonetheless(wrong: dict[str, Any], said: str) -> None:
+def test_its_keys_have_their_names_nonetheless(wrong: dict[str, Any], said: str) -> None:
     (line,) = problems({"fp16": {"enabled": False, **wrong}})
     assert line.startswith(said)
 

@@ -24,7 +24,6 @@ from pydantic import (
     ValidationInfo,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from typing_extensions import Self
 
@@ -50,18 +49,10 @@ class Refused:
     def default(self) -> object:
         return next((value for value in self.allowed if not isinstance(value, str)), None)
 
-    @property
-    def kinds(self) -> set[type]:
-        """The types of the allowed values; words may stand in a list."""
-        kinds = {type(value) for value in self.allowed}
-        return kinds | {tuple} if str in kinds else kinds
-
-    def has_type(self, value: object) -> bool:
-        return any(_has_type(kind, value) for kind in self.kinds)
-
     def read(self, value: object) -> object:
         """The allowed value that this one means. Raises ValueError: it is not allowed; the text says what is."""
-        if tuple in self.kinds and isinstance(value, (list, tuple)) and all(word in self.allowed for word in value):
+        words = [word for word in self.allowed if isinstance(word, str)]
+        if words and isinstance(value, (list, tuple)) and all(word in words for word in value):
             return tuple(value)
         for allowed in self.allowed:
             parse: Callable[[object], object] = parse_flag if isinstance(allowed, bool) else parse_number
@@ -270,21 +261,6 @@ Number = Annotated[float, reads(parse_number)]
 Text = Annotated[str, reads(_parse_text)]
 _Words = TypeVar("_Words")
 Word = Annotated[_Words, _InAnyCase()]  # One of the words of a `Literal`: `Word[Literal["on", "off"]]`.
-
-
-def has_field_type(field: FieldInfo, value: object) -> bool:
-    """True if a value has the type of a key, even if the key refuses this value."""
-    return any(kind is Any or _has_type(kind, value) for kind in kinds_of(field.annotation))
-
-
-def _has_type(kind: Any, value: object) -> bool:
-    if kind not in (bool, int, float):
-        return isinstance(value, (list, tuple) if kind is tuple else kind)
-    try:  # numbers and flags may be words
-        (parse_flag if kind is bool else parse_number)(value)
-    except ValueError:
-        return False
-    return True
 
 
 def kinds_of(annotation: Any) -> set[Any]:

@@ -46,16 +46,12 @@ class Key:
         return self.field is not None and any(isinstance(marker, MeansAuto) for marker in self.field.metadata)
 
 
-def fields_of(block: AnyBlock) -> Mapping[str, FieldInfo]:
-    """The keys of a block that act."""
-    return {} if isinstance(block, InactiveBlock) else block.model_fields
-
-
 @functools.cache
 def keys_of(block: AnyBlock, prefix: str = "") -> Mapping[str, Key]:
     """The keys of a block by name, in the order of declaration; `prefix`: its path with a dot at the end."""
     keys: dict[str, Key] = {}
-    for name, field in fields_of(block).items():
+    fields = {} if isinstance(block, InactiveBlock) else block.model_fields
+    for name, field in fields.items():
         parts = (field.annotation, *get_args(field.annotation))
         inner = next((part for part in parts if isinstance(part, type) and issubclass(part, ConfigBlock)), None)
         keys[name] = Key(prefix + name, "acts", block, field.default, field, inner=inner)

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from offload.errors import ConfigError
-from zero.config.fields import AUTO, AnyBlock, Deprecated, InactiveBlock, has_field_type, short_json
-from zero.config.known_keys import Key, explain_unknown_key, fields_of, is_off, keys_of
+from zero.config.fields import AUTO, AnyBlock, Deprecated, InactiveBlock, short_json
+from zero.config.known_keys import Key, explain_unknown_key, is_off, keys_of
 from zero.config.schema import AutoValue, Config, Origin, Report, plain
 from zero.config.sources import copy_containers, read_source
 from zero.config.zero_block import OffloadOptimizerConfig, OffloadParamConfig
@@ -210,7 +210,7 @@ class _Reader:
             try:
                 value = key.refused.read(value)
             except ValueError as error:
-                if not is_idle or name == "enabled" or not key.refused.has_type(value):
+                if not is_idle or name == "enabled":
                     self.problems.append(f"{wrote}: expected {error}, got {short_json(value)}; {key.refused.fix}")
                 return
         if name in values and values[name] != value:
@@ -274,7 +274,7 @@ def _validate(data: dict[str, Any], reader: _Reader) -> Config | None:
 
 
 def _is_idle(data: Mapping[str, Any], path: tuple[str, ...]) -> bool:
-    """True if a wrong value may be ignored: its block is switched off, and the value at least has the right type."""
+    """True if a wrong value may be ignored, because its block is switched off."""
     block: AnyBlock = Config
     raw: Any = data
     off = False
@@ -284,10 +284,7 @@ def _is_idle(data: Mapping[str, Any], path: tuple[str, ...]) -> bool:
         if inner is None or not isinstance(raw, Mapping):
             return False
         block, off = inner, off or is_off(inner, raw)
-    name, fields = path[-1], fields_of(block)
-    if not off or name == "enabled" or name not in raw or name not in fields:
-        return False
-    return has_field_type(fields[name], raw[name])
+    return off and path[-1] != "enabled"
 
 
 def _involved_paths(detail: ErrorDetails) -> list[tuple[str, ...]]:
