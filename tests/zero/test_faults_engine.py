@@ -186,6 +186,19 @@ def test_a_fault_during_initialisation_raises_and_leaves_nothing(
     assert os.listdir(nvme_path) == []
 
 
+def test_the_backend_that_the_configuration_names_trains_with_the_same_bits(
+    open_engine: Open, nvme_path: Any, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ZERO_AIO_BACKEND")
+    engine = open_engine(build("gpt"), {**make_config(NVME, nvme_path), "aio": {"backend": backend}})
+    reference = reference_of()
+    for index in range(STEPS):
+        micro_batch(engine, index)
+        micro_batch(reference, index)
+    assert engine.statistics().aio_backend == backend
+    assert differences(snapshot(engine, names()), snapshot(reference, names())) == []
+
+
 def test_a_forced_backend_that_is_missing_is_an_error_that_names_it(
     nvme_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

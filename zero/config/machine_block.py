@@ -34,6 +34,8 @@ class AioConfig(ConfigBlock):
 
     aliases: ClassVar[Mapping[str, str]] = {"intra_op_parallelism": "thread_count"}
 
+    backend: Word[Literal["auto", "io_uring", "libaio", "threads", "aiofiles"]] = "auto"
+    """Ours. What transfers: a queue of the kernel, threads in C, or Python's aiofiles. "auto": the best that works."""
     block_size: Annotated[int, reads(_parse_block_size)] = 2 << 20
     """[bytes] largest transfer handed to the kernel, rounded down to whole pages."""
     queue_depth: Annotated[Integer, Field(ge=1, le=4096)] = 32

@@ -331,7 +331,7 @@ class Storage:
         aio = config.aio
         paths = create_swap_paths(config)
         options = AioOptions(
-            backend=os.environ.get("ZERO_AIO_BACKEND") or "auto",
+            backend=aio.backend if aio.backend != "auto" else os.environ.get("ZERO_AIO_BACKEND") or "auto",
             queue_depth=aio.queue_depth,
             chunk_bytes=aio.block_size,
             threads=aio.thread_count,
