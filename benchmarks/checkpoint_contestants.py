@@ -23,7 +23,7 @@ from benchmarks.contestants import our_config
 from benchmarks.models import GPT, Samples
 from benchmarks.rivals import fio
 from benchmarks.shapes import SHAPES
-from offload.disk.aio import AioOptions, open_aio
+from offload.io.aio import AioOptions, open_aio
 from offload.memory.host_memory import map_host, tensor_over
 from offload.sizes import PAGE_BYTES, align_up
 

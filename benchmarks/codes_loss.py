@@ -22,7 +22,7 @@ from benchmarks.models import GPT
 from benchmarks.shapes import Shape
 from zero.config.quantization_block import Codes
 from zero.engine.quantization import quantize
-from zero.params.quantized_linear import QuantizedLinear
+from zero.params.quantized_weights import QuantizedLinear
 
 SHAPE = Shape(layers=4, width=256, vocabulary=256, sequence=128, batch=8)
 HELD_OUT_BYTES = 128 << 10

@@ -13,7 +13,7 @@ from functools import partial
 from benchmarks.adam import BYTES_SPLIT, bound_step, our_step
 from benchmarks.common import Candidate, Report, RivalMissing, measure, parser
 from benchmarks.swap import Swapper
-from offload.disk.aio import AioOptions
+from offload.io.aio import AioOptions
 
 MUST = 0.8
 """Of the bound's speed, on all cores."""

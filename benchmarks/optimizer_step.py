@@ -23,7 +23,7 @@ from benchmarks.common import Report, floor_deviates, measure, parser
 from benchmarks.machine import read_disk
 from benchmarks.rivals import fio
 from benchmarks.swap import Swapper
-from offload.disk.aio import AioOptions
+from offload.io.aio import AioOptions
 from offload.sizes import PAGE_BYTES, align_up
 
 BYTES_PER_PARAMETER = 12

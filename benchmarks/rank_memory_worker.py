@@ -18,8 +18,8 @@ import zero
 from benchmarks import rank_loop
 from benchmarks.loop import emit
 from benchmarks.shapes import SHAPES, Shape
+from offload.array.tiered_array import TieredArray
 from offload.memory.host_memory import trim_heap
-from offload.planes.tiered_array import TieredArray
 from zero.plan.plan import NVME
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))

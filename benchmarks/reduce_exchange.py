@@ -24,10 +24,10 @@ import torch.distributed as dist
 
 from benchmarks.common import Report, RivalMissing, measure, parser
 from offload.kernels import kernels
+from offload.memory.board import NodeBoard
 from offload.memory.host_memory import fault_in
+from offload.memory.node_collectives import NodeCollectives
 from offload.memory.shared_host_memory import SharedHostMemory, map_peer_memory
-from offload.node.board import NodeBoard
-from offload.node.node_collectives import NodeCollectives
 from offload.sizes import BLOCK_NUMEL
 
 MIB = 1 << 20

@@ -18,10 +18,10 @@ import torch
 
 from benchmarks.common import Report, Round, measure, parser
 from benchmarks.throttled import CannotThrottle, ThrottledDisks
-from offload.disk.aio import AioOptions, open_aio
-from offload.disk.swapfile import SwapSpace
+from offload.array.tiered_array import Disk
+from offload.io.aio import AioOptions, open_aio
+from offload.io.swapfile import SwapSpace
 from offload.memory.pool import BlockPool
-from offload.planes.tiered_array import Disk
 
 RECORDS_IN_FLIGHT = 4
 MUST = 0.90

@@ -15,7 +15,7 @@ from benchmarks.common import Candidate, Report, RivalMissing, Series, floor_dev
 from benchmarks.rivals import fio
 from benchmarks.rivals.deepspeed_aio import DeepSpeedAio
 from benchmarks.swap import Swapper
-from offload.disk.aio import AioOptions
+from offload.io.aio import AioOptions
 
 KINDS = ("read", "write", "mixed")
 

@@ -27,10 +27,10 @@ from benchmarks.loop import emit, peak_rss_bytes, saved_bytes, timed_steps
 from benchmarks.models import GPT, Samples
 from benchmarks.shapes import Shape
 from offload.accelerator import compute_device
-from offload.disk.aio import AioOptions, open_aio
-from offload.disk.swapfile import SwapSpace
+from offload.array.tiered_array import Disk
+from offload.io.aio import AioOptions, open_aio
+from offload.io.swapfile import SwapSpace
 from offload.memory.host_memory import map_host, retain_heap, tensor_over, trim_heap
-from offload.planes.tiered_array import Disk
 from offload.sizes import PAGE_BYTES, align_up
 from zero.optim.muon import is_hidden_matrix
 

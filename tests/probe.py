@@ -19,13 +19,13 @@ from unittest import mock
 
 from torch import Tensor
 
-import offload.io_loop
+import offload.io.io_loop
 from offload.system.worker import Worker
 from zero.checkpoint import load
 from zero.checkpoint.save import BackgroundSave
-from zero.exchange.shared_memory import SharedMemoryCollectives
+from zero.dist.comm import Comm
 from zero.optim.stepper import StepState
-from zero.ranks.comm import Comm
+from zero.store.shared_memory import SharedMemoryCollectives
 from zero.store.stored_values import Piece, StoredValues
 from zero.values.adoption import Adoption
 from zero.values.reader import GatheredValues
@@ -81,7 +81,7 @@ def mover_of(engine: Any) -> Any:
 @contextmanager
 def at_each_look(engine: Any, action: Callable[[], None]) -> Iterator[None]:
     """Inside, `action` is called when a wait for the mover begins, and every few milliseconds while it lasts."""
-    mover, ended = mover_of(engine), offload.io_loop._wait_done
+    mover, ended = mover_of(engine), offload.io.io_loop._wait_done
     reached = mover._progress_state
 
     def look() -> Any:
@@ -90,7 +90,7 @@ def at_each_look(engine: Any, action: Callable[[], None]) -> Iterator[None]:
 
     with (
         mock.patch.object(mover, "_progress_state", look),
-        mock.patch.object(offload.io_loop, "_wait_done", lambda future, seconds: ended(future, 0.002)),
+        mock.patch.object(offload.io.io_loop, "_wait_done", lambda future, seconds: ended(future, 0.002)),
     ):
         yield
 

@@ -26,8 +26,8 @@ from reference import Hyper, Reference
 from torch import Tensor
 
 import zero
-from offload.disk.aio import AioFault
 from offload.errors import BudgetError, StorageError
+from offload.io.aio import AioFault
 from zero.params.released_parameter import ReleasedParameter
 
 Open = Callable[..., Any]

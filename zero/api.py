@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from zero import checkpointing
-from zero.assembly.state_kinds import OffloadDeviceEnum, OffloadStateTypeEnum
+from zero.assembly.device_memory import OffloadDeviceEnum, OffloadStateTypeEnum
+from zero.assembly.statistics import Statistics
 from zero.checkpoint.export import (
     convert_zero_checkpoint_to_fp32_state_dict,
     convert_zero_checkpoint_to_state_dict,
@@ -12,6 +13,7 @@ from zero.checkpoint.export import (
 )
 from zero.config.sources import add_config_arguments
 from zero.data.resumable import RepeatingLoader
+from zero.dist.initialization import init_distributed
 from zero.engine.engine import ZeroEngine
 from zero.engine.inference import InferenceEngine, init_inference
 from zero.engine.initialize import initialize
@@ -37,8 +39,6 @@ from zero.params.leaf_modules import (
     z3_leaf_parameter,
 )
 from zero.params.tiled_linear import TiledLinear, TiledLinearReturnBias
-from zero.ranks.initialization import init_distributed
-from zero.reports.statistics import Statistics
 
 __all__ = [
     "GatheredParameters",

@@ -22,21 +22,21 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from offload.accelerator import synchronize
 from offload.errors import ConfigError
 from offload.streams import open_streams
-from zero.activations.activation_store import open_store
-from zero.activations.rng_tracker import (
+from zero.assembly.log import NOTICE
+from zero.config import Config, load_config
+from zero.config.machine_block import ActivationCheckpointing
+from zero.dist import world
+from zero.plan.plan import NVME
+from zero.plan.planner import activation_tier
+from zero.store.activation_store import open_store
+from zero.store.rng_tracker import (
     MODEL_PARALLEL,
     CudaRNGStatesTracker,
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
     model_parallel_reconfigure_tp_seed,
 )
-from zero.activations.saved_tensors import Activations, current_activations, use_activations
-from zero.config import Config, load_config
-from zero.config.machine_block import ActivationCheckpointing
-from zero.plan.activations_and_snapshots import activation_tier
-from zero.plan.plan import NVME
-from zero.ranks import world
-from zero.reports.log import NOTICE
+from zero.store.saved_tensors import Activations, current_activations, use_activations
 
 __all__ = [
     "CudaRNGStatesTracker",

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from offload.disk.aio import AioOptions, open_aio_loop
 from offload.errors import DamagedError
 from offload.files.durable import DurableFile, Files
+from offload.io.aio import AioOptions, open_aio_loop
 from offload.kernels import kernels
 from offload.memory.pool import Block, BlockPool
 from offload.sizes import PAGE_BYTES, align_up

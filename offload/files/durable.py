@@ -18,8 +18,8 @@ from typing import Literal, TypeVar
 
 import torch
 
-from offload.disk.swapfile import free_bytes
 from offload.errors import StorageError
+from offload.io.swapfile import free_bytes
 from offload.system import linux
 from offload.system.regular_files import SMALL_BYTES_MAX, is_direct, open_regular, read_regular
 

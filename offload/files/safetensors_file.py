@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from offload.disk.init_file import read_tensor
 from offload.errors import ConfigError
+from offload.io.init_file import read_tensor
 from offload.system.regular_files import open_regular, read_json, report_read_errors
 
 DTYPES = {

@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offload.archives import bytes_tensor
-from offload.disk.stripes import StripeMap
-from offload.disk.swapfile import SwapFile, SwapSpace, check_folder, check_room, stripe_weights
 from offload.errors import ConfigError, StateError, StorageError
+from offload.files.archives import bytes_tensor
 from offload.files.durable import Files, Operation, write_all
+from offload.io.stripes import StripeMap
+from offload.io.swapfile import SwapFile, SwapSpace, check_folder, check_room, stripe_weights
 from offload.kernels import kernels
 from offload.sizes import PAGE_BYTES, align_up
 from offload.system.regular_files import is_direct, open_own_file, open_own_folder, open_regular, report_read_errors

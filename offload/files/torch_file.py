@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from offload.archives import NotPlainError, allow_harmless, refusal
-from offload.disk.init_file import read_into
 from offload.errors import ConfigError, StorageError
+from offload.files.archives import NotPlainError, allow_harmless, refusal
+from offload.io.init_file import read_into
 from offload.system.regular_files import open_regular, report_read_errors
 
 

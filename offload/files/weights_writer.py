@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from offload.archives import archive_framing, bytes_tensor
-from offload.disk.aio import AioOptions, open_aio_loop
 from offload.errors import ConfigError, StateError, StorageError
+from offload.files.archives import archive_framing, bytes_tensor
 from offload.files.durable import DurableFile, Files
 from offload.files.safetensors_file import DTYPES
-from offload.io_loop import IoFuture
+from offload.io.aio import AioOptions, open_aio_loop
+from offload.io.io_loop import IoFuture
 from offload.memory.host_memory import map_host, tensor_over
 from offload.sizes import PAGE_BYTES, align_up
 

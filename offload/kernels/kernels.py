@@ -15,8 +15,16 @@ from torch import Tensor
 
 from offload.errors import NativeError
 from offload.kernels import kernels_fallback as fallback
-from offload.kernels.kernel_backend import DTYPES, backend_for
-from offload.kernels.kernel_checks import FLOATS, check, check_moments, check_ranks, check_sums, check_update
+from offload.kernels.kernel_backend import (
+    DTYPES,
+    FLOATS,
+    backend_for,
+    check,
+    check_moments,
+    check_ranks,
+    check_sums,
+    check_update,
+)
 from offload.kernels.moments import Moments
 from offload.kernels.segment import Formula, Segment
 from offload.sizes import BLOCK_NUMEL

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.swap import Swapper
-from offload.disk.aio import AioOptions
+from offload.io.aio import AioOptions
 
 RECORD_BYTES = 64 << 10
 

@@ -23,7 +23,7 @@ import torch
 from models import build
 from pretend_scenarios import opened, step
 
-from zero.plan.array_sizes import WHOLE_PARAMETER_ROW
+from zero.plan.sizes import WHOLE_PARAMETER_ROW
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS: dict[str, dict[str, Any]] = {

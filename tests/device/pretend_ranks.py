@@ -177,7 +177,7 @@ def join(way: str, folder: Path) -> None:
         dist.Backend.register_backend(NAME, make, devices=["cuda"])
         accelerator.KINDS["cuda"] = dataclasses.replace(accelerator.KINDS["cuda"], collective_backend=NAME)
     else:
-        import zero.ranks.backend as backend
+        import zero.dist.backend as backend
 
         backend._all_gather, dist.all_to_all_single = _staged(backend._all_gather), _staged(dist.all_to_all_single)
     store = dist.FileStore(str(folder / "store"), size)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import zero
 from offload.accelerator import compute_device, is_accelerator
-from offload.disk.aio import AioFault
+from offload.io.aio import AioFault
 from zero.optim import contributions
 
 Place = tuple[str, str]

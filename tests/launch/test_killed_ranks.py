@@ -19,7 +19,7 @@ from launching import local_job, nothing_left, reports, write_script
 from models import make_config
 from shared_names import left_behind, shared_names
 
-from offload.node.run_notes import FOLDER, leave_note, read_notes
+from offload.memory.run_notes import FOLDER, leave_note, read_notes
 from zero.launch.node import run_node
 
 TESTS = Path(__file__).parents[1]
@@ -152,7 +152,7 @@ def group() -> Iterator[Path]:
 def test_a_kernel_kill_is_told_with_plan_and_limit(group: Path, tmp_path: Path) -> None:
     body = f"""
         sys.path.insert(0, {str(TESTS.parent)!r})
-        from offload.node.run_notes import leave_note
+        from offload.memory.run_notes import leave_note
         leave_note("plan", {{"host_bytes": 500_000_000, "baseline_bytes": 100_000_000}})
         if os.environ["RANK"] == "0":
             time.sleep(600)

@@ -43,7 +43,7 @@ def test_no_call_waits_for_what_cffi_looks_up_under_a_lock() -> None:
     """As if a collection began while a type is parsed: memory is mapped, pinned and freed, and I/O is opened."""
     code = """
         import threading, native
-        from offload.disk.aio import AioOptions, open_aio
+        from offload.io.aio import AioOptions, open_aio
         from offload.memory.host_memory import map_host, map_poison
         library = native.load()
         def work():

@@ -17,15 +17,15 @@ import pytest
 import torch
 from lagging import LaggingStreams
 
-from offload.disk.aio import AioFault, AioOptions, open_aio
-from offload.disk.swapfile import SwapSpace
+from offload.array import activations, spill_store
+from offload.array.activations import ActivationStore, Handle
+from offload.array.growing_pool import GrowingPool, SwapPool
+from offload.array.spill_store import SpillStore
+from offload.array.tiered_array import Disk
 from offload.errors import BudgetError, StateError, StorageError
-from offload.io_loop import IoLoop
-from offload.planes.tiered_array import Disk
-from offload.saved import activations, spill_store
-from offload.saved.activations import ActivationStore, Handle
-from offload.saved.growing_pool import GrowingPool, SwapPool
-from offload.saved.spill_store import SpillStore
+from offload.io.aio import AioFault, AioOptions, open_aio
+from offload.io.io_loop import IoLoop
+from offload.io.swapfile import SwapSpace
 from offload.streams import Streams
 
 CPU = torch.device("cpu")

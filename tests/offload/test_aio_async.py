@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import native
-from offload.disk import aio as offload_aio
-from offload.disk.aio import Aio, AioFault, AioOptions, open_aio
 from offload.errors import ConfigError, StateError, StorageError
+from offload.io import aio as offload_aio
+from offload.io.aio import Aio, AioFault, AioOptions, open_aio
 
 CHUNK = 4096
 BACKENDS = ("io_uring", "libaio", "threads", "aiofiles")

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from peers import Parent, all_run, running
 
 from offload.errors import BudgetError, NativeError, PeerError, StateError, WatchdogError
+from offload.memory import board as boards
+from offload.memory.board import NodeBoard, Sleeper
 from offload.memory.shared_host_memory import SharedHostMemory, map_peer_memory
-from offload.node import board as boards
-from offload.node.board import NodeBoard, Sleeper
 from offload.system.descriptors import AllGatherBytes
 
 SECONDS = 30.0

@@ -11,9 +11,9 @@ import pytest
 import torch
 from peers import Parent, all_run
 
-from offload.disk.init_file import InitFile
 from offload.errors import StateError, StorageError
-from offload.node.shared_init_file import SharedInitFile
+from offload.io.init_file import InitFile
+from offload.io.shared_init_file import SharedInitFile
 from offload.system.descriptors import AllGatherBytes
 
 MIB = 1 << 20

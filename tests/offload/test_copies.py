@@ -14,13 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload.disk.aio import AioFault, AioOptions, open_aio
-from offload.disk.swapfile import SwapSpace
-from offload.errors import BudgetError, StorageError
-from offload.memory.host_memory import map_host, tensor_over
-from offload.memory.pool import BlockPool
-from offload.planes import copies
-from offload.planes.copies import (
+from offload.array import copies
+from offload.array.copies import (
     copy_single_threaded,
     fetch_array,
     load_array,
@@ -28,7 +23,12 @@ from offload.planes.copies import (
     write_array,
     zero_single_threaded,
 )
-from offload.planes.tiered_array import Disk, Home, TieredArray
+from offload.array.tiered_array import Disk, Home, TieredArray
+from offload.errors import BudgetError, StorageError
+from offload.io.aio import AioFault, AioOptions, open_aio
+from offload.io.swapfile import SwapSpace
+from offload.memory.host_memory import map_host, tensor_over
+from offload.memory.pool import BlockPool
 from offload.streams import Streams
 
 BLOCK = 4096

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from offload.disk import disk_identity, probe
-from offload.disk.aio import AioFault
-from offload.disk.disk_identity import identify
-from offload.disk.probe import ProbeFile, measure_disk, mixed_speed
 from offload.errors import ConfigError, StorageError
+from offload.io import disk_identity, probe
+from offload.io.aio import AioFault
+from offload.io.disk_identity import identify
+from offload.io.probe import ProbeFile, measure_disk, mixed_speed
 from offload.system import linux
 
 MIB = 1 << 20

@@ -12,9 +12,9 @@ import pytest
 import torch
 from pretended import pretend_accelerator
 
-import offload.io_loop
+import offload.io.io_loop
 from offload.errors import StateError
-from offload.io_loop import IoLoop
+from offload.io.io_loop import IoLoop
 from offload.memory.pool import BlockPool
 from offload.streams import DeviceStreams
 from offload.timeline import Timeline
@@ -62,7 +62,7 @@ class Block:
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Torch sees such a device; to call it makes the device fail."""
-    monkeypatch.setattr(offload.io_loop, "RAISE_SECONDS", 5.0)
+    monkeypatch.setattr(offload.io.io_loop, "RAISE_SECONDS", 5.0)
     monkeypatch.setattr(FakeEvent, "broken", threading.Event())
     stream = FakeStream(DEVICE)
     pretend_accelerator(
@@ -190,7 +190,7 @@ def test_closing_gives_the_threads_back_whatever_the_device_says(
 
 
 def test_a_mover_that_could_not_begin_says_so_to_whoever_hands_it_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload.io_loop, "RAISE_SECONDS", 2.0)
+    monkeypatch.setattr(offload.io.io_loop, "RAISE_SECONDS", 2.0)
 
     def enter() -> None:
         raise RuntimeError(ERROR)

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-import offload.io_loop
+import offload.io.io_loop
 from offload.errors import StateError, WatchdogError
-from offload.io_loop import IoLoop
+from offload.io.io_loop import IoLoop
 from offload.timeline import Stopwatch, external_wait, has_external_wait
 
 
@@ -187,8 +187,8 @@ def test_posting_after_close_raises_and_drops_the_job() -> None:
 
 
 def test_the_watchdog_warns_then_raises_with_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload.io_loop, "WARN_SECONDS", 0.02)
-    monkeypatch.setattr(offload.io_loop, "RAISE_SECONDS", 0.05)
+    monkeypatch.setattr(offload.io.io_loop, "WARN_SECONDS", 0.02)
+    monkeypatch.setattr(offload.io.io_loop, "RAISE_SECONDS", 0.05)
     mover, event = IoLoop(lambda: ["read of 4,096 bytes in swap", "write of 1 byte"]), threading.Event()
     transfer = mover.submit("unit layers.3", until(event))
     in_flight = r"unit layers\.3: not finished, and no byte moved for .*read of 4,096 bytes in swap; write of 1 byte"
@@ -197,7 +197,7 @@ def test_the_watchdog_warns_then_raises_with_what_is_in_flight(monkeypatch: pyte
     assert not transfer.done()
     assert mover.exposed_wait.seconds >= 0.05
     event.set()  # it was only slow
-    monkeypatch.setattr(offload.io_loop, "WARN_SECONDS", 30.0)
+    monkeypatch.setattr(offload.io.io_loop, "WARN_SECONDS", 30.0)
     assert transfer.result() == "done"
     mover.close()
 
@@ -206,8 +206,8 @@ def test_the_watchdog_waits_for_kernels_and_for_bytes_of_other_engines(
     monkeypatch: pytest.MonkeyPatch, mover: IoLoop
 ) -> None:
     """Its clock advances with its looks, by less than it warns after; between two looks bytes move."""
-    monkeypatch.setattr(offload.io_loop, "WARN_SECONDS", 0.1)
-    monkeypatch.setattr(offload.io_loop, "RAISE_SECONDS", 0.2)
+    monkeypatch.setattr(offload.io.io_loop, "WARN_SECONDS", 0.1)
+    monkeypatch.setattr(offload.io.io_loop, "RAISE_SECONDS", 0.2)
     now, writes = 0.0, False
 
     def perf_counter() -> float:
@@ -232,7 +232,7 @@ def test_the_watchdog_waits_for_kernels_and_for_bytes_of_other_engines(
         writes = True
         return await until_late()
 
-    monkeypatch.setattr(offload.io_loop, "time", SimpleNamespace(perf_counter=perf_counter))
+    monkeypatch.setattr(offload.io.io_loop, "time", SimpleNamespace(perf_counter=perf_counter))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert mover.run("updating", computing()) == "done"
@@ -240,8 +240,8 @@ def test_the_watchdog_waits_for_kernels_and_for_bytes_of_other_engines(
 
 
 def test_a_stalled_job_names_what_its_own_engine_has_in_flight(monkeypatch: pytest.MonkeyPatch, mover: IoLoop) -> None:
-    monkeypatch.setattr(offload.io_loop, "WARN_SECONDS", 9.0)
-    monkeypatch.setattr(offload.io_loop, "RAISE_SECONDS", 0.05)
+    monkeypatch.setattr(offload.io.io_loop, "WARN_SECONDS", 9.0)
+    monkeypatch.setattr(offload.io.io_loop, "RAISE_SECONDS", 0.05)
     event = threading.Event()
     transfer = mover.submit("writing a checkpoint", until(event), lambda: ["write of 4,096 bytes"])
     with pytest.raises(WatchdogError, match="in flight: write of 4,096 bytes"):
@@ -252,8 +252,8 @@ def test_a_stalled_job_names_what_its_own_engine_has_in_flight(monkeypatch: pyte
 def test_the_watchdog_only_warns_while_another_rank_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, mover: IoLoop
 ) -> None:
-    monkeypatch.setattr(offload.io_loop, "WARN_SECONDS", 0.02)
-    monkeypatch.setattr(offload.io_loop, "RAISE_SECONDS", 0.05)
+    monkeypatch.setattr(offload.io.io_loop, "WARN_SECONDS", 0.02)
+    monkeypatch.setattr(offload.io.io_loop, "RAISE_SECONDS", 0.05)
     event = threading.Event()
     threading.Timer(0.4, event.set).start()
 
@@ -268,7 +268,7 @@ def test_the_watchdog_only_warns_while_another_rank_is_waited_for(
 
 
 def test_a_job_that_ends_after_the_warning_is_not_an_error(monkeypatch: pytest.MonkeyPatch, mover: IoLoop) -> None:
-    monkeypatch.setattr(offload.io_loop, "WARN_SECONDS", 0.02)
+    monkeypatch.setattr(offload.io.io_loop, "WARN_SECONDS", 0.02)
     event = threading.Event()
     transfer = mover.submit("slow", until(event))
     with warnings.catch_warnings(record=True) as seen:
@@ -288,7 +288,7 @@ def test_a_job_that_ends_after_the_warning_is_not_an_error(monkeypatch: pytest.M
 def test_a_job_that_raises_a_timeout_of_its_own_does_not_feed_the_watchdog(
     monkeypatch: pytest.MonkeyPatch, mover: IoLoop
 ) -> None:
-    monkeypatch.setattr(offload.io_loop, "WARN_SECONDS", 20.0)
+    monkeypatch.setattr(offload.io.io_loop, "WARN_SECONDS", 20.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(TimeoutError, match="my own"):

@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from peers import Parent, all_run, running
 from shared_names import left_behind, shared_names
 
-from offload.disk import swapfile
-from offload.disk.aio import AioOptions, open_aio
-from offload.disk.aio_base import BACKENDS
-from offload.disk.stripes import StripeMap
-from offload.disk.swapfile import PeerSwap, SwapGeometry, SwapSpace, free_bytes
+from offload.array.tiered_array import Disk, Home, TieredArray
 from offload.errors import ConfigError, StateError
+from offload.io import swapfile
+from offload.io.aio import AioOptions, open_aio
+from offload.io.aio_base import BACKENDS
+from offload.io.stripes import StripeMap
+from offload.io.swapfile import PeerSwap, SwapGeometry, SwapSpace, free_bytes
+from offload.memory.board import NodeBoard
 from offload.memory.host_memory import map_host, tensor_over
 from offload.memory.shared_host_memory import SharedHostMemory, map_peer_memory
-from offload.node.board import NodeBoard
-from offload.planes.tiered_array import Disk, Home, TieredArray
 from offload.system.descriptors import AllGatherBytes, exchange_descriptors
 
 PAGE = 4096

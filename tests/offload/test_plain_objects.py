@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from offload.archives import NotPlainError, PlainArray, PlainDtype, empty_array, make_archive, read_archive
 from offload.errors import ConfigError
+from offload.files.archives import NotPlainError, PlainArray, PlainDtype, empty_array, make_archive, read_archive
 from offload.files.torch_file import TorchFile, replace_unknown
 
 REBUILD: Any = np.zeros(0).__reduce__()[0]

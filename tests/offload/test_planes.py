@@ -18,14 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from probe import stranded_in
 
-from offload.disk import swapfile
-from offload.disk.aio import Aio, AioFault, AioOptions, AioStats, open_aio
-from offload.disk.aio_base import Request
-from offload.disk.stripes import StripeMap
-from offload.disk.swapfile import FileRange, SwapSpace
+from offload.array.tiered_array import Disk, Home, TieredArray, await_all
 from offload.errors import ConfigError, StateError, StorageError
+from offload.io import swapfile
+from offload.io.aio import Aio, AioFault, AioOptions, AioStats, open_aio
+from offload.io.aio_base import Request
+from offload.io.stripes import StripeMap
+from offload.io.swapfile import FileRange, SwapSpace
 from offload.memory.host_memory import map_host, tensor_over
-from offload.planes.tiered_array import Disk, Home, TieredArray, await_all
 
 BACKENDS = ("io_uring", "libaio", "threads", "aiofiles")
 PAGE = 4096

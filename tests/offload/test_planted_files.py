@@ -12,8 +12,8 @@ from offload.errors import ConfigError, StorageError
 from offload.files.durable import Files
 from offload.files.snapshot_files import SnapshotFiles, list_snapshots, remove_snapshot
 from offload.files.trace_events import write_trace
+from zero.assembly.monitors import CsvFiles
 from zero.config.logging_block import CsvMonitor
-from zero.reports.monitors import CsvFiles
 
 FILES = ("zero-snapshots/a/rank-0/swap", "zero-snapshots/a/rank-0/manifest-1", "zero-snapshots/a/committed")
 FOLDERS = ("zero-snapshots", "zero-snapshots/a", "zero-snapshots/a/rank-0")

@@ -13,8 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload.disk.init_file import InitFile
 from offload.errors import ConfigError, StorageError
+from offload.io.init_file import InitFile
 
 MIB = 1 << 20
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.disk.aio import Aio, AioOptions, open_aio
-from offload.disk.swapfile import SwapSpace
+from offload.array.tiered_array import Disk
 from offload.errors import ConfigError
+from offload.io.aio import Aio, AioOptions, open_aio
+from offload.io.swapfile import SwapSpace
 from offload.memory.pool import BlockPool
-from offload.planes.tiered_array import Disk
 from offload.sizes import PAGE_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,11 +87,11 @@ def test_past_the_limit_of_locked_memory_everything_moves_and_the_reason_says_wh
     program = f"""
 import asyncio, os, resource
 import torch
-from offload.disk.aio import AioOptions, open_aio
+from offload.io.aio import AioOptions, open_aio
 from offload.memory.pool import BlockPool
 from offload.errors import ConfigError
-from offload.planes.tiered_array import Disk
-from offload.disk.swapfile import SwapSpace
+from offload.array.tiered_array import Disk
+from offload.io.swapfile import SwapSpace
 open_aio(AioOptions()).close()  # everything is imported while this user may still read it
 swap = SwapSpace([{str(tmp_path)!r}], 1 << 20)
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, 64 << 10))

@@ -14,10 +14,10 @@ from peers import Parent, all_run, running
 
 from offload.errors import PeerError, StateError, WatchdogError
 from offload.kernels import kernels
+from offload.memory.board import NodeBoard
+from offload.memory.node_collectives import FAILED, NodeCollectives
 from offload.memory.pool import BlockPool
 from offload.memory.shared_host_memory import SharedHostMemory, map_peer_memory
-from offload.node.board import NodeBoard
-from offload.node.node_collectives import FAILED, NodeCollectives
 from offload.system.descriptors import AllGatherBytes
 
 CPU = torch.device("cpu")

@@ -21,13 +21,13 @@ import torch
 from peers import Parent, all_run, running
 from shared_names import left_behind, shared_names
 
-from offload.disk.aio import AioOptions, open_aio
-from offload.disk.swapfile import SwapSpace
+from offload.array.tiered_array import Disk
 from offload.errors import BudgetError, ConfigError, PeerError, StateError
+from offload.io.aio import AioOptions, open_aio
+from offload.io.swapfile import SwapSpace
 from offload.memory.host_memory import fault_in
 from offload.memory.pool import BlockPool, LinearPool
 from offload.memory.shared_host_memory import SharedHostMemory, map_peer_memory
-from offload.planes.tiered_array import Disk
 from offload.system import descriptors
 from offload.system.descriptors import AllGatherBytes, close_received, exchange_descriptors, same_node
 

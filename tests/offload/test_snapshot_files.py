@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from offload.disk.swapfile import free_bytes
 from offload.errors import ConfigError, StorageError
 from offload.files.snapshot_files import SnapshotFiles, SnapshotSwap
+from offload.io.swapfile import free_bytes
 
 
 def committed(path: Path, *numbers: int) -> bytes:
@@ -87,7 +87,7 @@ def test_room_that_the_files_have_is_not_asked_for_twice(tmp_path: Path, monkeyp
     swap = SnapshotSwap(SnapshotFiles([tmp_path], "a", 0), 1 << 20)
     geometry = swap.geometry
     swap.close()
-    monkeypatch.setattr("offload.disk.swapfile.free_bytes", lambda path: 8192)
+    monkeypatch.setattr("offload.io.swapfile.free_bytes", lambda path: 8192)
     again = SnapshotSwap(SnapshotFiles([tmp_path], "a", 0), 1 << 20, (geometry.counts, geometry.stripe_bytes))
     assert again.capacity_bytes == 1 << 20
     again.close()

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.disk.stripes import ROUND_STRIPES_MAX, STRIPE_BYTES, StripeMap, spread, stripe_counts
 from offload.errors import ConfigError
+from offload.io.stripes import ROUND_STRIPES_MAX, STRIPE_BYTES, StripeMap, spread, stripe_counts
 
 PAGE = 4096
 weights = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=8)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.disk.swapfile import make_folder
 from offload.errors import ConfigError
+from offload.io.swapfile import make_folder
 
 
 def test_a_missing_folder_is_made_with_those_above_it_and_said_once(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload.disk import swapfile
-from offload.disk.stripes import StripeMap
-from offload.disk.swapfile import SwapSpace
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.durable import Files
+from offload.io import swapfile
+from offload.io.stripes import StripeMap
+from offload.io.swapfile import SwapSpace
 from offload.memory.host_memory import map_host
 from offload.system import linux
 
@@ -282,7 +282,7 @@ def test_a_killed_process_leaves_no_byte_and_no_name(small_fs: Path) -> None:
     before = swapfile.free_bytes(small_fs)
     script = f"""
 import sys, time
-from offload.disk.swapfile import SwapSpace
+from offload.io.swapfile import SwapSpace
 space = SwapSpace([{str(small_fs)!r}], {30 * MIB})
 print("open", flush=True)
 time.sleep(60)

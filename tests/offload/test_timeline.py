@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import StateError
-from offload.io_loop import IoLoop
+from offload.io.io_loop import IoLoop
 from offload.timeline import COMPUTE, READS, STALLS, TRACKS, Timeline
 
 

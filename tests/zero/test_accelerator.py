@@ -18,23 +18,22 @@ import zero
 from native import NativeUnavailable
 from offload import accelerator
 from offload.accelerator import KINDS, compute_device, device_count, has_gpu, load_native, new_event
-from offload.disk.aio import AioOptions, open_aio
 from offload.errors import StateError
-from offload.io_loop import IoLoop
+from offload.io.aio import AioOptions, open_aio
+from offload.io.io_loop import IoLoop
 from offload.memory import host_memory
 from offload.memory.device_poison import GRANULE_BYTES, poison_bytes
 from offload.memory.flat_storage import FlatStorage, Poison
 from offload.streams import DeviceStreams, Streams, open_streams
 from offload.system.worker import Worker
-from zero.activations.rng_tracker import CudaRNGStatesTracker
 from zero.compat.accelerator_names import get_accelerator
+from zero.dist.failure_state import FailureState
+from zero.dist.sequence import OperationLog
+from zero.dist.watchdog import StatusBoard, Watchdog
 from zero.flops_profiler import _now
 from zero.launch.job import _pool
 from zero.plan.machine import read_machine
-from zero.ranks.failure_state import FailureState
-from zero.ranks.sequence import OperationLog
-from zero.ranks.status import StatusBoard
-from zero.ranks.watchdog import Watchdog
+from zero.store.rng_tracker import CudaRNGStatesTracker
 
 THIRD = torch.device("cuda", 3)
 

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import zero
-from offload.disk.aio import AioFault
 from offload.errors import BudgetError, ConfigError, StateError, StorageError
+from offload.io.aio import AioFault
 
 Open = Callable[..., Any]
 LENGTH, STEPS = 64, 4
@@ -463,7 +463,7 @@ def test_an_exception_in_forward_leaves_nothing_kept(open_engine: Open, nvme_pat
         engine(batch(0))
     model.fail_after = None
     assert engine.statistics().activation_stored_bytes > 0 and kept(engine) == 0
-    assert zero.activations.saved_tensors.current_activations() is None
+    assert zero.store.saved_tensors.current_activations() is None
     assert train(engine) == train(reference) and unequal_to(engine, reference) == []
 
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zero
-from offload.disk.aio import AioFault
 from offload.errors import ConfigError, StateError, StorageError
+from offload.io.aio import AioFault
 from offload.memory.host_memory import trim_heap
 from zero.utils import safe_set_full_fp32_param, safe_set_full_grad
 

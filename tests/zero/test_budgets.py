@@ -10,8 +10,7 @@ from models import make_config
 
 from offload.errors import BudgetError
 from zero.config import load_config
-from zero.params.layout import Layout, UnitContent, build_layout
-from zero.params.placement import Placement
+from zero.params.layout import Layout, Placement, UnitContent, build_layout
 from zero.params.units import LiveNumels
 from zero.plan.machine import Machine
 from zero.plan.plan import NVME as ON_NVME

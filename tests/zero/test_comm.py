@@ -16,11 +16,11 @@ import torch.distributed as dist
 from ranks import RankPool
 
 from offload.errors import ConfigError, StateError
-from offload.io_loop import IoLoop
+from offload.io.io_loop import IoLoop
 from offload.memory.host_memory import trim_heap
 from offload.streams import Streams
-from zero.ranks import backend, control_plane
-from zero.ranks.comm import Comm
+from zero.dist import backend, control_plane
+from zero.dist.comm import Comm
 
 Pool = Callable[[int], RankPool]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64]

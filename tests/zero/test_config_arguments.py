@@ -18,8 +18,8 @@ from probe import config_behind
 import zero
 from offload.errors import ConfigError
 from zero.config import load_config
+from zero.dist import world
 from zero.engine.initialize import refuse_local_storage
-from zero.ranks import world
 
 
 def parsed(*words: str) -> argparse.Namespace:

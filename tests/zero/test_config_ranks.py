@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from offload.errors import ConfigError
 from zero.config import Config, load_config
 from zero.config.known_keys import known_keys
-from zero.exchange.collectives import ReduceOptions
-from zero.exchange.factory import ineffective_keys
+from zero.store.collectives import ReduceOptions
+from zero.store.factory import ineffective_keys
 
 TIERS: dict[str, dict[str, Any]] = {
     "none": {"device": "none"},

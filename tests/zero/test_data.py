@@ -19,7 +19,7 @@ import zero
 from offload.errors import ConfigError
 from zero.config import load_config
 from zero.data.loaders import Loaders
-from zero.ranks import world
+from zero.dist import world
 
 Open = Callable[..., Any]
 

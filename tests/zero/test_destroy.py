@@ -105,7 +105,7 @@ def test_a_disk_without_room_for_them_is_an_error_and_the_engine_ends(
     def full(*given: Any) -> int:
         raise StorageError.from_os_error(OSError(28, "no room"), "spilling initial values", "here", 0)
 
-    monkeypatch.setattr("offload.disk.init_file.InitFile.append", full)
+    monkeypatch.setattr("offload.io.init_file.InitFile.append", full)
     with pytest.raises(StorageError, match="ENOSPC"):
         ZeroEngine.destroy(engine, keeps_shards=True)
     assert engine.run.closed

@@ -17,10 +17,10 @@ from probe import at_each_look, let_mover_idle, pipeline_of, storage_of, updates
 from recovery import HELD, NVME, Open, failing, held_until_awaited, spilling
 from torch import nn
 
-import offload.io_loop
+import offload.io.io_loop
 import zero
-from offload.disk.aio import NativeAio
 from offload.errors import StorageError
+from offload.io.aio import NativeAio
 from zero.params.released_parameter import is_managed
 
 # ---- initialisation that fails --------------------------------------------------------------------------------------
@@ -156,12 +156,12 @@ def test_an_engine_that_is_dropped_leaves_nothing(nvme_path: Path, nothing_left:
     if moment == "gathered":
         with zero.GatheredParameters(model.parameters()):
             pass
-    aio, block = storage_of(engine).disk.aio, offload.io_loop.IoLoop.wait_for
+    aio, block = storage_of(engine).disk.aio, offload.io.io_loop.IoLoop.wait_for
 
     def release(mover: Any, what: str, *more: Any) -> None:
         aio.inject(None)
         block(mover, what, *more)
 
     del engine, model
-    with mock.patch.object(offload.io_loop.IoLoop, "wait_for", release):
+    with mock.patch.object(offload.io.io_loop.IoLoop, "wait_for", release):
         gc.collect()

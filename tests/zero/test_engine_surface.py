@@ -19,8 +19,7 @@ import zero
 from offload.errors import ConfigError, StateError
 from zero.config import load_config
 from zero.config.sources import user_config
-from zero.params.deepspeed_attributes import ZeroParamStatus
-from zero.params.released_parameter import ReleasedParameter
+from zero.params.released_parameter import ReleasedParameter, ZeroParamStatus
 
 Open = Callable[..., Any]
 

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 import zero
 from offload.errors import BudgetError, StateError
-from zero.params.deepspeed_attributes import ZeroParamStatus
-from zero.params.released_parameter import ReleasedParameter, is_managed
+from zero.params.released_parameter import ReleasedParameter, ZeroParamStatus, is_managed
 
 pytestmark = pytest.mark.usefixtures("swaps")
 

@@ -20,8 +20,8 @@ from recovery import once_more
 from reference import Hyper, Reference, differences, round_half_away, snapshot
 
 import zero
-from offload.disk.aio import AioFault, AiofilesAio, AioOptions, NativeAio, open_aio
 from offload.errors import ConfigError, StorageError, ZeroInfinityError
+from offload.io.aio import AioFault, AiofilesAio, AioOptions, NativeAio, open_aio
 
 Open = Callable[..., Any]
 NVME = ("nvme", "nvme")

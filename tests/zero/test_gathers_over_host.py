@@ -12,9 +12,9 @@ import torch
 from offload import accelerator
 from offload.errors import ConfigError
 from zero.config import load_config
-from zero.exchange import factory
-from zero.exchange.factory import uses_host_gathers
-from zero.params.placement import make_placement
+from zero.params.layout import make_placement
+from zero.store import factory
+from zero.store.factory import uses_host_gathers
 
 CPU = {"device": "cpu"}
 GPU = torch.device("cuda")

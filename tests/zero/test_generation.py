@@ -17,7 +17,7 @@ from reference import differences, snapshot
 from torch import nn
 
 from offload.errors import StateError
-from zero.schedule.policy import STREAMED_AT_ONCE, HotUnits
+from zero.cache.policy import STREAMED_AT_ONCE, HotUnits
 
 pytest.importorskip("transformers")
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import zero
 from offload.errors import ConfigError
-from zero.schedule.autograd_markers import tensors_in
+from zero.cache.autograd_markers import tensors_in
 
 Open = Callable[..., Any]
 WIDTH = 8

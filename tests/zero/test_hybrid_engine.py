@@ -16,9 +16,9 @@ from reference import differences, snapshot
 
 import zero
 import zero.engine.generation as generation
+from zero.cache.policy import STREAMED_AT_ONCE
 from zero.engine import fused_adapters
 from zero.engine.generation import cache_bytes, sequences_of
-from zero.schedule.policy import STREAMED_AT_ONCE
 
 pytest.importorskip("transformers")
 

@@ -20,8 +20,7 @@ from ranks import RankPool
 import zero
 from offload.accelerator import compute_device
 from offload.errors import ConfigError, StateError
-from zero.ranks.environment import RankPlace, find_place, first_host
-from zero.ranks.initialization import choose_backend
+from zero.dist.initialization import RankPlace, choose_backend, find_place, first_host
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "host"}

@@ -19,8 +19,8 @@ from models import MODELS, build, make_config, seeded, tokens
 from torch import Tensor, nn
 
 import zero
-from offload.disk.init_file import InitFile
 from offload.errors import ConfigError
+from offload.io.init_file import InitFile
 from zero.compat.partition_parameters import Init as AliasInit
 from zero.params import initialisation
 from zero.params.released_parameter import ReleasedParameter, is_managed

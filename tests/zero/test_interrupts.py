@@ -49,11 +49,11 @@ from recovery import (
 )
 from torch import Tensor, nn
 
-import offload.io_loop
-import offload.planes.copies
+import offload.array.copies
+import offload.io.io_loop
 import zero
 from offload.errors import WatchdogError
-from zero.schedule.hooks import count_open_calls
+from zero.cache.hooks import count_open_calls
 
 # ---- interrupts -----------------------------------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ def test_what_forward_has_modified_is_stored_whole_after_an_interrupt(
     open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other units need the memory that it is stored from, and the next call the unit itself."""
-    monkeypatch.setattr(offload.planes.copies, "CHUNK_BYTES", 8192)  # two of them
+    monkeypatch.setattr(offload.array.copies, "CHUNK_BYTES", 8192)  # two of them
     limits = {"stage3_max_live_parameters": 30_000, "stage3_prefetch_bucket_size": 1}
     model: Any = Scaling()
     engine = open_engine(model, make_config(NVME, nvme_path, zero=limits))
@@ -329,8 +329,8 @@ def test_the_watchdog_is_patient_while_bytes_move(
     open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time jumps whenever bytes have moved; all jumps together are several times what a standstill may last."""
-    monkeypatch.setattr(offload.io_loop, "WARN_SECONDS", 0.8)
-    monkeypatch.setattr(offload.io_loop, "RAISE_SECONDS", 0.9)
+    monkeypatch.setattr(offload.io.io_loop, "WARN_SECONDS", 0.8)
+    monkeypatch.setattr(offload.io.io_loop, "RAISE_SECONDS", 0.9)
     keys = {"sub_group_size": 4096, "offload_optimizer": {"buffer_count": 2}}
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path, zero=keys))
     reference = reference_run(0)
@@ -345,7 +345,7 @@ def test_the_watchdog_is_patient_while_bytes_move(
         done = storage_of(engine).disk.aio.stats()
         seen.add(done.read_bytes + done.write_bytes)
 
-    monkeypatch.setattr(offload.io_loop, "time", SimpleNamespace(perf_counter=lambda: 0.7 * len(seen)))
+    monkeypatch.setattr(offload.io.io_loop, "time", SimpleNamespace(perf_counter=lambda: 0.7 * len(seen)))
     with at_each_look(engine, look), warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.synchronize()
@@ -365,8 +365,8 @@ def test_the_watchdog_raises_when_nothing_moves_and_the_step_is_still_completed(
     with monkeypatch.context() as patch:
         engine.inject(HELD)
         engine.step()
-        patch.setattr(offload.io_loop, "WARN_SECONDS", 0.1)
-        patch.setattr(offload.io_loop, "RAISE_SECONDS", 0.2)
+        patch.setattr(offload.io.io_loop, "WARN_SECONDS", 0.1)
+        patch.setattr(offload.io.io_loop, "RAISE_SECONDS", 0.2)
         with pytest.raises(WatchdogError, match=re.escape(str(nvme_path))):
             engine.synchronize()
     engine.inject(None)
@@ -376,9 +376,9 @@ def test_the_watchdog_raises_when_nothing_moves_and_the_step_is_still_completed(
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_settle_outlasts_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload.io_loop, "WARN_SECONDS", 0.02)
-    monkeypatch.setattr(offload.io_loop, "RAISE_SECONDS", 0.05)
-    mover, ending, limits = offload.io_loop.IoLoop(), asyncio.Event(), list[str]()
+    monkeypatch.setattr(offload.io.io_loop, "WARN_SECONDS", 0.02)
+    monkeypatch.setattr(offload.io.io_loop, "RAISE_SECONDS", 0.05)
+    mover, ending, limits = offload.io.io_loop.IoLoop(), asyncio.Event(), list[str]()
     block = mover.wait_for
 
     def end_at_the_second_limit(what: str, *more: Any) -> None:

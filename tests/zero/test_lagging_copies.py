@@ -83,7 +83,7 @@ def test_every_pair_of_tiers_trains_to_the_same_bits(
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several in each unit, so that the memory of one serves for another of the same unit."""
     monkeypatch.setattr("zero.optim.contributions.CHUNK_NUMEL", 4096)
-    monkeypatch.setattr("offload.planes.copies.DEVICE_CHUNK_BYTES", 6 * 4096)
+    monkeypatch.setattr("offload.array.copies.DEVICE_CHUNK_BYTES", 6 * 4096)
     monkeypatch.setattr("zero.optim.contributions.WIDE_CHUNK_NUMEL", 4096)
 
 

@@ -15,8 +15,7 @@ from models import build, make_config
 from probe import layout_of
 
 from offload.sizes import align_up
-from zero.params.layout import Layout, SubGroup, UnitContent, build_layout
-from zero.params.placement import Placement
+from zero.params.layout import Layout, Placement, SubGroup, UnitContent, build_layout
 from zero.plan.plan import Limits, Plan
 
 BLOCK = 4096

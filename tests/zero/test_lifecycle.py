@@ -373,7 +373,7 @@ def test_a_closed_engine_keeps_no_device_memory_for_a_model_that_lives_on_and_fa
 ) -> None:
     """The host plays the device: what released parameters look at has to be gone, and something else be there."""
     monkeypatch.setattr("zero.assembly.engine_parts.Poison", WatchedPoison)
-    monkeypatch.setattr("zero.schedule.coordinator.is_accelerator", lambda device: True)
+    monkeypatch.setattr("zero.cache.coordinator.is_accelerator", lambda device: True)
     monkeypatch.setattr(WatchedPoison, "made", [])
     model = build("gpt")
     shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -396,7 +396,7 @@ def test_a_closed_engine_keeps_no_device_memory_for_a_model_that_lives_on_and_fa
 def test_weights_that_an_engine_gives_back_stay_when_its_device_memory_goes(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch, nvme_path: Path
 ) -> None:
-    monkeypatch.setattr("zero.schedule.coordinator.is_accelerator", lambda device: True)
+    monkeypatch.setattr("zero.cache.coordinator.is_accelerator", lambda device: True)
     model = build("gpt")
     engine = open_engine(model, make_config(("none", "cpu"), nvme_path, bf16=False, zero={"stage": 1}))
     micro_batch(engine, 0)

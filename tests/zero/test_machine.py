@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from zero.exchange.broadcasts import agree_on_machine
 from zero.plan.machine import Machine, cgroup_free_bytes
+from zero.store.broadcasts import agree_on_machine
 
 GB = 1 << 30
 

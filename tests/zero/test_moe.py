@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import zero
 from offload.errors import ConfigError
+from zero.models.moe import ExpertCapacity, top1, top2, topk
 from zero.moe import MoE
-from zero.moe.routing import ExpertCapacity, top1, top2, topk
 
 Open = Callable[..., Any]
 TOKENS, EXPERTS, WIDTH = 40, 5, 16

@@ -16,8 +16,8 @@ from harness import losses_of, train
 from models import ADAMW, BATCH, build, make_config, tokens
 
 from offload.errors import ConfigError
+from zero.assembly.monitors import Monitors
 from zero.config import load_config
-from zero.reports.monitors import Monitors
 
 Open = Callable[..., Any]
 TAGS = {"Train/Samples/train_loss", "Train/Samples/lr", "Train/Samples/grad_norm"}

@@ -18,8 +18,8 @@ from recovery import HELD, descriptors, failing, interrupted_when, movers
 from tiled_optimizers import patchy
 
 import zero
-from offload.disk.aio import AioFault
 from offload.errors import ConfigError, StateError, StorageError
+from offload.io.aio import AioFault
 from zero.optim import parameter_states
 from zero.optim.rules import TiledRule
 

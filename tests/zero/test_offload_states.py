@@ -25,7 +25,13 @@ import offload.memory.pool
 import zero
 from offload.errors import BudgetError, ConfigError, StateError
 from offload.memory.pool import LinearPool
-from zero.assembly.state_kinds import ALL, NEEDED_BY_FORWARD, OPTIMIZER_STATES, OffloadDeviceEnum, OffloadStateTypeEnum
+from zero.assembly.device_memory import (
+    ALL,
+    NEEDED_BY_FORWARD,
+    OPTIMIZER_STATES,
+    OffloadDeviceEnum,
+    OffloadStateTypeEnum,
+)
 
 Open = Callable[..., Any]
 Pool = Callable[[int], Any]

@@ -15,11 +15,10 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from offload.errors import ConfigError
+from zero.models.pipeline_module import balance_parts, stage_bounds
+from zero.models.pipeline_schedules import has_backward
+from zero.models.pipeline_topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from zero.pipe import LayerSpec, PipeDataParallelTopology, PipelineModule, ProcessTopology, TiedLayerSpec
-from zero.pipe.grid import PipelineParallelGrid
-from zero.pipe.partition import balance_parts, stage_bounds
-from zero.pipe.schedules import has_backward
-from zero.pipe.topology import PipeModelDataParallelTopology
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 5))

@@ -16,8 +16,8 @@ import torch
 from models import build, make_config, tokens
 from probe import layout_of
 
-from offload.disk.probe import DiskSpeed
 from offload.errors import ConfigError
+from offload.io.probe import DiskSpeed
 from zero.assembly.model_plan import plan_model
 from zero.config import load_config
 from zero.plan.machine import Machine, read_machine

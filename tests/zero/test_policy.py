@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zero.cache.policy import PrefetchPlan, is_reused_soon, make_room, plan_prefetch
 from zero.plan.plan import Limits
-from zero.schedule.policy import PrefetchPlan, is_reused_soon, make_room, plan_prefetch
 
 UNITS = range(7)
 units = st.sampled_from(list(UNITS))

@@ -13,8 +13,8 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zero.cache.policy import is_reused_soon, make_room, plan_prefetch
 from zero.plan.plan import Limits
-from zero.schedule.policy import is_reused_soon, make_room, plan_prefetch
 
 UNITS = range(5)
 traces = st.lists(st.sampled_from(list(UNITS)), min_size=1, max_size=12)

@@ -20,7 +20,7 @@ from reference import differences, snapshot
 from torch import Tensor, nn
 
 from offload.errors import ConfigError
-from zero.params.quantized_storage import is_packed
+from zero.params.quantized_weights import is_packed
 
 Open = Callable[..., Any]
 STEPS = 4

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 import zero
 from offload.errors import ConfigError
+from zero.assembly.log import format_count
 from zero.config.quantization_block import Codes
 from zero.engine.quantization import quantize
-from zero.params.quantized_linear import QuantizedLinear, decode, encode
+from zero.params.quantized_weights import QuantizedLinear, decode, encode
 from zero.params.units import coded_numel, collect_leaves
-from zero.reports.log import format_count
 
 Open = Callable[..., Any]
 ALL = [
@@ -89,7 +89,7 @@ def test_rows_are_decoded_in_chunks_with_the_same_bits(monkeypatch: pytest.Monke
     for codes in ALL:
         coded = encode(weight, codes)
         whole = decode(*coded, codes, torch.bfloat16)
-        monkeypatch.setattr("zero.params.quantized_linear.CHUNK_NUMEL", 200)
+        monkeypatch.setattr("zero.params.quantized_weights.CHUNK_NUMEL", 200)
         assert torch.equal(decode(*coded, codes, torch.bfloat16), whole)
         monkeypatch.undo()
 

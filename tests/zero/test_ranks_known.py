@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from offload.errors import ConfigError
 from zero.config import load_config
-from zero.ranks import world
+from zero.dist import world
 
 
 @pytest.fixture(autouse=True)

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from ranks import RankError, RankPool, join_group
 
-from offload.io_loop import IoLoop
+from offload.io.io_loop import IoLoop
 from offload.streams import Streams
-from zero.ranks.comm import Comm
-from zero.ranks.process_groups import ProcessGroups
+from zero.dist.comm import Comm
+from zero.dist.process_groups import ProcessGroups
 
 Pool = Callable[[int], RankPool]
 DEADLINE_SECONDS = 5.0

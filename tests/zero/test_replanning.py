@@ -25,8 +25,8 @@ from reference import Reference, changed, differences, snapshot
 from torch import nn
 
 import zero
-from offload.disk.aio import AioFault
 from offload.errors import BudgetError, StateError, StorageError
+from offload.io.aio import AioFault
 from zero.params.binding import UnitBinding
 from zero.params.released_parameter import ReleasedParameter, is_managed
 

@@ -23,11 +23,11 @@ from torch.utils.data import (
 )
 
 import zero
-from offload.archives import make_archive, read_archive
 from offload.errors import ConfigError
+from offload.files.archives import make_archive, read_archive
 from zero.config import load_config
 from zero.data.loaders import Loaders
-from zero.ranks import world
+from zero.dist import world
 
 Batches = list[list[int]]
 

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.schedule.access_trace import AccessTrace
+from zero.cache.access_trace import AccessTrace
 
 GATE, NEXT, LAST = 100, 101, 102
 EXPERTS = 64

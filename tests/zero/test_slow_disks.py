@@ -18,10 +18,10 @@ from models import build, make_config, tokens
 from probe import used_bytes
 from recovery import NVME, Open, least_host_bytes, once_more
 
-import offload.io_loop
+import offload.io.io_loop
 import zero
-from offload.disk.aio import AioFault
 from offload.errors import StorageError
+from offload.io.aio import AioFault
 
 STEPS = 6
 ATTEMPTS = 60
@@ -30,7 +30,7 @@ ATTEMPTS = 60
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deadlock is an error within half a minute."""
-    monkeypatch.setattr(offload.io_loop, "RAISE_SECONDS", 25.0)
+    monkeypatch.setattr(offload.io.io_loop, "RAISE_SECONDS", 25.0)
 
 
 def weather(dice: random.Random, *, failures: bool) -> AioFault | None:

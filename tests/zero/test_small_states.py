@@ -15,8 +15,8 @@ from recovery import once_more
 from tiled_optimizers import Plain, batch, differences, held_by, in_groups, patchy, train
 from torch import Tensor, nn
 
-from offload.disk.aio import AioFault
 from offload.errors import BudgetError, ConfigError, StorageError
+from offload.io.aio import AioFault
 from zero import utils
 from zero.config import load_config
 

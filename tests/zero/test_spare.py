@@ -17,8 +17,8 @@ from on_tiers import equal
 from probe import gradients_of, is_lent, spare_of
 from recovery import NVME, Open, once_more
 
-from offload.disk.aio import AioFault
 from offload.errors import StorageError
+from offload.io.aio import AioFault
 from offload.memory.pool import ExtentAllocator
 
 SIZE = 24

@@ -14,8 +14,8 @@ import torch
 from models import build, make_config, tokens
 
 import zero
-from zero.reports import precision_table
-from zero.reports.log import NOTICE, format_count
+from zero.assembly import precision_table
+from zero.assembly.log import NOTICE, format_count
 
 PROGRAM = """
 import torch, zero

@@ -11,8 +11,8 @@ import pytest
 from probe import move_step
 
 from offload.errors import StateError
+from zero.cache.residency import TRANSITIONS, Residency, UnitState
 from zero.optim.stepper import STEP_MOVES, Stepper, StepState
-from zero.schedule.residency import TRANSITIONS, Residency, UnitState
 
 
 def units(*persistent: bool) -> Residency:

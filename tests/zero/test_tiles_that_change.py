@@ -16,7 +16,7 @@ from torch import nn
 
 import zero
 from offload.errors import BudgetError
-from zero.params.deepspeed_attributes import ZeroParamStatus
+from zero.params.released_parameter import ZeroParamStatus
 from zero.params.tiles import TiledParameter
 
 safetensors = pytest.importorskip("safetensors.torch")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from offload.errors import ConfigError, DamagedError, StateError, StorageError
-from zero.exchange.all_ranks import AllRanks, DeferringFailures
-from zero.snapshots.snapshots import SnapshotConsensus
+from zero.assembly.snapshots import SnapshotConsensus
+from zero.store.all_ranks import AllRanks, DeferringFailures
 
 
 class Room:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from probe import history
 
-from zero.schedule.access_trace import GENERATE, USES_MAX, AccessTrace
+from zero.cache.access_trace import GENERATE, USES_MAX, AccessTrace
 
 orders = st.permutations(range(8)).flatmap(lambda order: st.integers(1, 8).map(lambda n: list(order)[:n]))
 walks = st.lists(st.integers(0, 5), min_size=1, max_size=14)

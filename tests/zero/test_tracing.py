@@ -19,13 +19,13 @@ from models import build, make_config
 from probe import drain_mover, keep_spans, spans_recorded, storage_of, timeline_of
 from recovery import spilling
 
-import offload.disk.swapfile
+import offload.io.swapfile
 import zero
-from offload.disk.aio import AioFault
-from offload.disk.stripes import StripeMap
 from offload.errors import ConfigError, StateError, StorageError
+from offload.io.aio import AioFault
+from offload.io.stripes import StripeMap
 from offload.sizes import BLOCK_NUMEL
-from zero.reports import tracing
+from zero.assembly import tracing
 
 PAIRS = [("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "cpu"), ("none", "none")]
 OpenEngine = Callable[..., Any]
@@ -76,7 +76,7 @@ def test_reads_and_writes_add_up_to_the_engines_counters(
 def test_a_request_that_is_cut_into_stripes_is_a_span_per_part(
     open_engine: OpenEngine, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload.disk.swapfile, "StripeMap", partial(StripeMap, stripe_bytes=1 << 16))
+    monkeypatch.setattr(offload.io.swapfile, "StripeMap", partial(StripeMap, stripe_bytes=1 << 16))
     folders = [nvme_path / name for name in ("a", "b")]
     for folder in folders:
         folder.mkdir()

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from models import Block, build
 from torch import Tensor, nn
 
-from zero.params.layout import build_layout
-from zero.params.placement import Placement
+from zero.params.layout import Placement, build_layout
 from zero.params.units import CoveredUnit, CoverRules, LiveNumels, can_root, collect_leaves, cover, live_numels
 
 

@@ -19,13 +19,20 @@ from offload.errors import StateError
 from offload.kernels.threads import kernel_threads, update_threads
 from offload.memory.flat_storage import Poison
 from offload.memory.host_memory import retain_heap, trim_heap
-from offload.node.run_notes import leave_note
+from offload.memory.run_notes import leave_note
 from offload.sizes import format_bytes
+from zero.assembly.log import NOTICE, start_line
 from zero.assembly.model_plan import lay_out, make_planner
 from zero.assembly.packed_experts import PackedExpertDispatch
+from zero.assembly.precision_table import dtype_table, warn_of_slow_matmuls
+from zero.assembly.snapshots import open_snapshots
+from zero.cache.backward import BackwardCalls, BackwardWatch
+from zero.cache.coordinator import Coordinator
+from zero.cache.expert_rows import ExpertRowFetcher
+from zero.cache.hooks import ModuleHooks, in_backward
+from zero.cache.micro_batch_scheduler import MicroBatchScheduler
+from zero.cache.unit_fetcher import FetchCalls, UnitFetcher
 from zero.config import Config
-from zero.exchange.broadcasts import BufferBroadcast, agree_on_machine, broadcast_initial_values
-from zero.exchange.collectives import Collectives
 from zero.optim.gradients import Gradients
 from zero.optim.loss_scale import LossScaler
 from zero.optim.optimizer import ZeroOptimizer
@@ -42,15 +49,8 @@ from zero.params.layout import Slot, Unit
 from zero.params.tiles import Tile, TiledParameterStore
 from zero.params.units import CoveredUnit, Leaf, coded_numel, collect_leaves
 from zero.plan.machine import machine_to_plan, uses_weights_in_place
-from zero.reports.log import NOTICE, start_line
-from zero.reports.precision_table import dtype_table, warn_of_slow_matmuls
-from zero.schedule.backward import BackwardCalls, BackwardWatch
-from zero.schedule.coordinator import Coordinator
-from zero.schedule.expert_rows import ExpertRowFetcher
-from zero.schedule.hooks import ModuleHooks, in_backward
-from zero.schedule.micro_batch_scheduler import MicroBatchScheduler
-from zero.schedule.unit_fetcher import FetchCalls, UnitFetcher
-from zero.snapshots.snapshots import open_snapshots
+from zero.store.broadcasts import BufferBroadcast, agree_on_machine, broadcast_initial_values
+from zero.store.collectives import Collectives
 from zero.store.storage import Storage
 from zero.store.stored_values import Piece, StoredValues
 from zero.values.adoption import Adoption, read_parameter

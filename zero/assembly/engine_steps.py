@@ -20,20 +20,18 @@ from offload.system.interrupts import atomic
 from offload.timeline import Stopwatch
 from zero.assembly.accumulation import Accumulation
 from zero.assembly.averages_guard import AveragesGuard
-from zero.assembly.device_memory import DeviceMemory
+from zero.assembly.device_memory import NEEDED_BY_BACKWARD, NEEDED_BY_FORWARD, DeviceMemory, OffloadStateTypeEnum
 from zero.assembly.engine_parts import EngineParts
 from zero.assembly.loss_scaling import LossScaling
 from zero.assembly.run import Run
-from zero.assembly.state_kinds import NEEDED_BY_BACKWARD, NEEDED_BY_FORWARD, OffloadStateTypeEnum
 from zero.assembly.step_snapshots import StepSnapshots
 from zero.optim.gradients import Gradients
 from zero.optim.loss_scale import LossScaleError
 from zero.optim.lr_scheduler import step_scheduler
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.stepper import InterruptedBackward, StepState, UnusedParameters
-from zero.params.lazy_gradient import IS_EXPOSED
 from zero.params.managed_parameter import set_torch_gradient, torch_gradient
-from zero.params.released_parameter import name_of
+from zero.params.released_parameter import IS_EXPOSED, name_of
 from zero.values.engine_store import EngineOwner
 from zero.values.parameter_values import ParameterValues
 from zero.values.unit_editor import EDIT

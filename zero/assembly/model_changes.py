@@ -34,15 +34,15 @@ from offload.system.interrupts import atomic
 from zero.assembly.engine_parts import EngineParts
 from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.run import Run
-from zero.exchange.collectives import Collectives
+from zero.cache.hooks import in_backward
 from zero.optim.gradients import move_gradients
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.small_states import SmallTensors, gather_small_states, local_parameters
 from zero.params.initialisation import refuse_without_values
 from zero.params.managed_parameter import set_torch_gradient, torch_gradient
-from zero.params.quantized_storage import is_wrapper
+from zero.params.quantized_weights import is_wrapper
 from zero.params.units import Leaf
-from zero.schedule.hooks import in_backward
+from zero.store.collectives import Collectives
 
 logger = logging.getLogger("zero")
 

@@ -11,8 +11,7 @@ from torch import nn
 from zero.config import Config
 from zero.optim.make_rule import make_trained_parameters
 from zero.optim.rules import AdamRule, Rules, TrainedParameters
-from zero.params.layout import Layout, build_layout
-from zero.params.placement import Placement, make_placement
+from zero.params.layout import Layout, Placement, build_layout, make_placement
 from zero.params.units import CoveredUnit, Leaf, collect_leaves, live_numels
 from zero.plan.covering import cover_model
 from zero.plan.machine import Machine

@@ -10,16 +10,18 @@ import torch
 
 from offload.accelerator import is_accelerator
 from offload.sizes import format_bytes
-from zero.assembly.device_memory import DeviceMemory, Kinds, format_kinds
-from zero.assembly.engine_steps import EngineSteps
-from zero.assembly.run import Run
-from zero.assembly.state_kinds import (
+from zero.assembly.device_memory import (
     NEEDED_BY_FORWARD,
+    DeviceMemory,
+    Kinds,
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
+    format_kinds,
     parse_device,
     parse_kinds,
 )
+from zero.assembly.engine_steps import EngineSteps
+from zero.assembly.run import Run
 
 logger = logging.getLogger("zero")
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero.cache.expert_rows import ExpertRowFetcher
 from zero.params.released_parameter import is_managed, store_of
 from zero.params.units import packed_experts
-from zero.schedule.expert_rows import ExpertRowFetcher
 from zero.values.engine_store import EngineParameterStore
 
 PREFIX = "zero:"  # Ours are called "zero:eager", "zero:grouped_mm" and so on; the second part names the wrapped one.

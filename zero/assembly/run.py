@@ -11,15 +11,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from zero.activations.saved_tensors import Activations
 from zero.assembly.engine_parts import EngineParts, RunInputs
+from zero.assembly.tracing import Tracer
 from zero.config import Config
 from zero.config.batch import MICRO, STEPS, TRAIN
-from zero.exchange.collectives import Collectives
 from zero.optim.loss_scale import LossScaler
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import Rules
-from zero.reports.tracing import Tracer
+from zero.store.collectives import Collectives
+from zero.store.saved_tensors import Activations
 from zero.store.storage import Storage
 
 

@@ -8,8 +8,8 @@ import time
 
 from offload.errors import ZeroInfinityError
 from zero.assembly.run import Run
-from zero.snapshots.run_state import CapturedState
-from zero.snapshots.snapshots import Snapshots
+from zero.assembly.run_state import CapturedState
+from zero.assembly.snapshots import Snapshots
 
 logger = logging.getLogger("zero")
 

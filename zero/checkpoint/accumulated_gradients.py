@@ -17,7 +17,7 @@ from zero.checkpoint.dcp_format import PIECE_NUMEL
 from zero.checkpoint.rank_data_file import Extents
 from zero.checkpoint.source import Source
 from zero.optim.gradients import UnitGradient
-from zero.params.placement import Placement
+from zero.params.layout import Placement
 
 
 def add_accumulated(extents: Extents, parts: EngineParts) -> dict[str, Any] | None:

@@ -22,8 +22,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
-from offload.archives import bytes_tensor
 from offload.errors import ConfigError, StorageError
+from offload.files.archives import bytes_tensor
 from offload.files.durable import Files
 from offload.kernels import kernels
 from offload.system.regular_files import report_read_errors

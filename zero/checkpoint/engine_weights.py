@@ -20,8 +20,8 @@ from zero.assembly.model_changes import ModelChanges
 from zero.assembly.run import Run
 from zero.checkpoint.folder import check_folder_argument
 from zero.checkpoint.weights_files import check_filename, plan_weights_files, write_weights_files
-from zero.exchange.all_ranks import DeferringFailures
-from zero.params.quantized_storage import is_wrapper, quantized_tensor_names
+from zero.params.quantized_weights import is_wrapper, quantized_tensor_names
+from zero.store.all_ranks import DeferringFailures
 from zero.values.reader import FirstRankReader
 
 logger = logging.getLogger("zero")

@@ -39,10 +39,10 @@ from zero.checkpoint.weights_files import (
     plan_weights_files,
     write_weights_files,
 )
-from zero.exchange.all_ranks import DeferringFailures
-from zero.exchange.collectives import SingleRankCollectives
-from zero.params.quantized_storage import quantized_state_names
+from zero.params.quantized_weights import quantized_state_names
 from zero.params.released_parameter import is_managed
+from zero.store.all_ranks import DeferringFailures
+from zero.store.collectives import SingleRankCollectives
 
 logger = logging.getLogger("zero")
 

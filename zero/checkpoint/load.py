@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.archives import unpack_any
 from offload.errors import ConfigError, DamagedError, explain_file_limit
+from offload.files.archives import unpack_any
 from offload.system.garbage import pause_gc
 from offload.system.regular_files import report_read_errors
 from zero.assembly.engine_parts import EngineParts
 from zero.assembly.engine_steps import EngineSteps
+from zero.assembly.log import NOTICE
 from zero.assembly.run import Run
+from zero.assembly.run_state import check_groups, data_position, restore_counters, restore_groups, restore_rank
 from zero.checkpoint.accumulated_gradients import check_accumulated, load_accumulated
 from zero.checkpoint.dcp_format import MODEL, OPTIMIZER, PIECE_NUMEL, STEP, short_boxes, state_name
 from zero.checkpoint.export import round_to_bf16
@@ -31,14 +33,12 @@ from zero.checkpoint.folder import check_folder_argument, open_checkpoint
 from zero.checkpoint.frozen import check_reference, frozen_sums
 from zero.checkpoint.save import CheckpointState, SaveCheckpoints
 from zero.checkpoint.source import VALID_READS, OpenCheckpoint, Source, TensorInfo
-from zero.exchange.all_ranks import AllRanks
 from zero.optim.averages import EMA
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.small_states import local_parameters
 from zero.params.buffers import has_extra_state_setter, persistent_buffers, set_extra_states
 from zero.params.layout import Slot, Unit
-from zero.reports.log import NOTICE
-from zero.snapshots.run_state import check_groups, data_position, restore_counters, restore_groups, restore_rank
+from zero.store.all_ranks import AllRanks
 from zero.store.stored_values import Piece
 from zero.values.adoption import Adoption
 

@@ -23,15 +23,15 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
-from offload.archives import BARE, Container, bytes_tensor, container
-from offload.disk.aio import Aio, AioOptions, open_aio
+from offload.array.copies import copy_single_threaded, load_array
+from offload.array.tiered_array import TieredArray, await_all
 from offload.errors import ConfigError, StateError
+from offload.files.archives import BARE, Container, bytes_tensor, container
 from offload.files.durable import DurableFile, Files
-from offload.io_loop import IoFuture
+from offload.io.aio import Aio, AioOptions, open_aio
+from offload.io.io_loop import IoFuture
 from offload.kernels import kernels, masters
 from offload.memory.pool import Block, BlockPool
-from offload.planes.copies import copy_single_threaded, load_array
-from offload.planes.tiered_array import TieredArray, await_all
 from offload.sizes import PAGE_BYTES, align_up
 from offload.system.worker import Worker
 from zero.assembly.engine_parts import EngineParts

@@ -32,10 +32,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.archives import bytes_tensor, make_archive, read_archive, unpack_any
 from offload.errors import ConfigError, StateError, StorageError, ZeroInfinityError, explain_file_limit
+from offload.files.archives import bytes_tensor, make_archive, read_archive, unpack_any
 from offload.files.durable import Files
-from offload.io_loop import IoFuture
+from offload.io.io_loop import IoFuture
 from offload.kernels import kernels
 from offload.sizes import format_bytes
 from offload.system.garbage import pause_gc
@@ -44,6 +44,7 @@ from zero.assembly.engine_parts import EngineParts
 from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.model_changes import ModelChanges
 from zero.assembly.run import Run
+from zero.assembly.run_state import client_objects, common_state, rank_state
 from zero.checkpoint.accumulated_gradients import add_accumulated, ranks_shape
 from zero.checkpoint.dcp_format import (
     METADATA_FILE,
@@ -75,12 +76,11 @@ from zero.checkpoint.rank_data_file import (
     read_list,
 )
 from zero.checkpoint.source import CLIENT, RANK, STATE
-from zero.exchange.all_ranks import AllRanks
-from zero.exchange.collectives import Collectives
 from zero.optim.sub_group_pipeline import StepArguments
 from zero.params.buffers import pack_extra_states
 from zero.params.layout import SubGroup
-from zero.snapshots.run_state import client_objects, common_state, rank_state
+from zero.store.all_ranks import AllRanks
+from zero.store.collectives import Collectives
 
 logger = logging.getLogger("zero")
 

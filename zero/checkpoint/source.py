@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
-from offload.archives import bytes_tensor, read_archive
 from offload.errors import ConfigError, DamagedError
+from offload.files.archives import bytes_tensor, read_archive
 from offload.files.box_reader import BoxReader, StoredBox
 from offload.files.durable import Files
 from offload.kernels import kernels

@@ -34,8 +34,8 @@ from zero.assembly.model_changes import ModelChanges
 from zero.assembly.run import Run
 from zero.checkpoint.folder import check_folder_argument
 from zero.config.numbers import parse_bytes
-from zero.exchange.all_ranks import DeferringFailures
-from zero.params.quantized_storage import is_wrapper, quantized_tensor_names
+from zero.params.quantized_weights import is_wrapper, quantized_tensor_names
+from zero.store.all_ranks import DeferringFailures
 from zero.values.reader import FirstRankReader
 
 MAX_SHARD_SIZE = "5GB"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from offload.accelerator import HOST, KINDS, chosen_kind
-from zero.ranks import world
+from zero.dist import world
 
 
 def _tensor_type(dtype: torch.dtype) -> Any:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from offload.disk.aio_base import AioOptions
-from offload.disk.named_files import NamedFiles, PathOrDescriptor
 from offload.errors import ConfigError
+from offload.io.aio_base import AioOptions
+from offload.io.named_files import NamedFiles, PathOrDescriptor
 from offload.sizes import PAGE_BYTES, align_up
 
 THREADS_MAX = 64

@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from offload.accelerator import compute_device
 from zero.compat.logs import warning_once
-from zero.ranks.environment import find_place, torchrun_variables
-from zero.ranks.initialization import PORT, TIMEOUT_MINUTES
-from zero.ranks.initialization import init_distributed as init_distributed
+from zero.dist.initialization import PORT, TIMEOUT_MINUTES, find_place, torchrun_variables
+from zero.dist.initialization import init_distributed as init_distributed
 
 FROM_TORCH = """
     P2POp ProcessGroup ReduceOp batch_isend_irecv destroy_process_group get_backend get_global_rank get_rank

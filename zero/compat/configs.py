@@ -22,7 +22,7 @@ from zero.config.fields import InactiveBlock
 from zero.config.known_keys import keys_of
 from zero.config.precision_block import DTYPES, Bf16Config, Fp16Config
 from zero.config.zero_block import ZeroConfig
-from zero.ranks import world
+from zero.dist import world
 
 Answer = Callable[[Config], Any]
 

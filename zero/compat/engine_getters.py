@@ -14,7 +14,7 @@ import torch
 from zero.config import Config
 from zero.config.precision_block import DTYPES
 from zero.config.zero_block import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
-from zero.ranks import world
+from zero.dist import world
 
 OWN_NAMES = {name: name.lower() for name in ("Adam", "AdamW", "Lamb", "Lion", "Muon")}
 

@@ -35,7 +35,7 @@ from zero.compat.unavailable import (
 )
 from zero.engine.engine import ZeroEngine
 from zero.engine.pipeline_engine import PipelineEngine
-from zero.moe.layer import MoE, MOELayer, TopKGate
+from zero.models.moe import MoE, MOELayer, TopKGate
 from zero.params.released_parameter import ReleasedAlias, name_of, warn_of_empty_values
 from zero.utils import safe_set_full_fp32_param
 

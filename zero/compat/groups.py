@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zero.compat.unavailable import EXPERTS, SEQUENCES, missing_function
-from zero.ranks import world
+from zero.dist import world
 
 _get_sequence_parallel_group = missing_function("utils.groups._get_sequence_parallel_group", SEQUENCES)
 _get_sequence_parallel_rank = missing_function("utils.groups._get_sequence_parallel_rank", SEQUENCES)

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.errors import ConfigError
-from zero.assembly.state_kinds import OffloadStateTypeEnum
+from zero.assembly.device_memory import OffloadStateTypeEnum
 from zero.compat.accelerator_names import get_accelerator
-from zero.moe.layer import MoE
+from zero.dist import world
+from zero.models.moe import MoE
+from zero.models.pipeline_module import balance_parts
 from zero.ops.adagrad import DeepSpeedCPUAdagrad
 from zero.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zero.ops.lion import DeepSpeedCPULion, FusedLion
 from zero.params.gathering import GatheredParameters
 from zero.params.released_parameter import is_managed
-from zero.pipe.partition import balance_parts
-from zero.ranks import world
 
 UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB")
 

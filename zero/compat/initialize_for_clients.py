@@ -15,17 +15,17 @@ import torch.distributed as dist
 import zero
 from offload.accelerator import compute_device
 from offload.errors import ConfigError
+from zero.assembly.log import NOTICE
+from zero.assembly.run_state import random_state, restore_random_state
 from zero.compat.engine_names import add_deepspeed_names
 from zero.compat.logs import logger
 from zero.compat.operators import VERSION
 from zero.config import reading_as_deepspeed
+from zero.dist import world
+from zero.dist.initialization import init_distributed
 from zero.engine.engine import ZeroEngine
 from zero.optim.optimizer import ZeroOptimizer
 from zero.params.released_parameter import save_released_as_empty
-from zero.ranks import world
-from zero.ranks.initialization import init_distributed
-from zero.reports.log import NOTICE
-from zero.snapshots.run_state import random_state, restore_random_state
 
 SIGNATURE = inspect.signature(zero.initialize)
 

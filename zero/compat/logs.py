@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from zero.ranks import world
+from zero.dist import world
 
 log_levels = {
     "debug": logging.DEBUG,

@@ -1,4 +1,4 @@
-"""`deepspeed.monitor`: monitors that a script makes itself, under DeepSpeed's names, over `zero.reports.monitors`.
+"""`deepspeed.monitor`: monitors that a script makes itself, under DeepSpeed's names, over `zero.assembly.monitors`.
 
 monitor = MonitorMaster(DeepSpeedConfig("ds_config.json").monitor_config)
 monitor.write_events([("Valid/accuracy", 0.5, samples)])
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zero.assembly.monitors import Monitors
 from zero.config.logging_block import Comet, CsvMonitor, TensorBoard, Wandb
-from zero.ranks import world
-from zero.reports.monitors import Monitors
+from zero.dist import world
 
 BLOCKS: dict[str, type[Any]] = {"tensorboard": TensorBoard, "comet": Comet, "wandb": Wandb, "csv_monitor": CsvMonitor}
 

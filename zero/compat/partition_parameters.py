@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from zero.compat.accelerator_names import get_accelerator
 from zero.config import reading_as_deepspeed
-from zero.params.deepspeed_attributes import ZeroParamStatus, has_ds_attributes
+from zero.dist.initialization import init_distributed
 from zero.params.gathering import GatheredParameters
 from zero.params.initialisation import Init as OurInit
-from zero.ranks.initialization import init_distributed
+from zero.params.released_parameter import ZeroParamStatus, has_ds_attributes
 
 __all__ = [
     "GatheredParameters",

@@ -17,7 +17,7 @@ from zero.config.known_keys import Key, explain_unknown_key, is_off, keys_of
 from zero.config.schema import AutoValue, Config, Origin, Report, plain
 from zero.config.sources import copy_containers, read_source
 from zero.config.zero_block import OffloadOptimizerConfig, OffloadParamConfig
-from zero.ranks import world
+from zero.dist import world
 
 # Without effect below stage 3, where weights never leave the device.
 FETCHING_KEYS = ("zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.stage3_max_reuse_distance")

@@ -6,8 +6,8 @@ import logging
 import os
 from collections.abc import Iterable
 
-from offload.disk.swapfile import make_folder
 from offload.errors import ConfigError
+from offload.io.swapfile import make_folder
 from zero.config import Config
 
 logger = logging.getLogger("zero")

@@ -12,7 +12,7 @@ from offload.accelerator import is_accelerator
 from offload.errors import ConfigError
 from zero.config import Config
 from zero.data.resumable import EpochSampler, ResumableLoader
-from zero.ranks import world
+from zero.dist import world
 
 ROUTES = ("train", "eval", "predict")  # The use of a loader, in DeepSpeed's words; only training is in random order.
 

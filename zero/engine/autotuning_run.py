@@ -14,8 +14,8 @@ from offload.accelerator import is_accelerator, module_of
 from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.run import Run
 from zero.config.logging_block import Autotuning
+from zero.dist import world
 from zero.plan.machine import peak_rss_bytes
-from zero.ranks import world
 
 
 class AutotuningRun:

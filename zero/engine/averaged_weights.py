@@ -18,19 +18,19 @@ from typing import NamedTuple
 
 import torch
 
+from offload.array.tiered_array import await_all
 from offload.errors import BudgetError, StateError
 from offload.kernels import masters
 from offload.memory.host_memory import aligned_copy, trim_heap
-from offload.planes.tiered_array import await_all
 from offload.sizes import format_bytes
 from zero.assembly.engine_parts import EngineParts
 from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.model_changes import ModelChanges
 from zero.assembly.run import Run
-from zero.exchange.all_ranks import AllRanks
 from zero.optim.averages import EMA, average_share, average_state
 from zero.params.layout import SubGroup, Unit
 from zero.plan.machine import read_machine
+from zero.store.all_ranks import AllRanks
 from zero.store.staging import StagedSubGroup
 from zero.store.storage import Storage
 

@@ -20,16 +20,18 @@ from offload.errors import StorageError
 from offload.files.durable import Files
 from offload.memory.host_memory import trim_heap
 from offload.system.interrupts import atomic, deferring_interrupts
-from zero.activations.saved_tensors import Activations
 from zero.assembly.accumulation import Accumulation
-from zero.assembly.device_memory import DeviceMemory, Kinds
+from zero.assembly.device_memory import NEEDED_BY_BACKWARD, DeviceMemory, Kinds, OffloadDeviceEnum, OffloadStateTypeEnum
 from zero.assembly.engine_parts import EngineParts
 from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.loss_scaling import LossScaling
 from zero.assembly.model_changes import ModelChanges
+from zero.assembly.monitors import Monitors
 from zero.assembly.offload_states import OffloadStates
 from zero.assembly.run import Run
-from zero.assembly.state_kinds import NEEDED_BY_BACKWARD, OffloadDeviceEnum, OffloadStateTypeEnum
+from zero.assembly.statistics import Statistics
+from zero.assembly.tracing import trace_calls
+from zero.cache.compiling import outside_transforms
 from zero.checkpoint.load import LoadCheckpoints
 from zero.checkpoint.save import CheckpointState, SaveCheckpoints
 from zero.checkpoint.weights_files import MAX_SHARD_SIZE, ExportWeights
@@ -46,7 +48,6 @@ from zero.engine.qk_clip import QkClip
 from zero.engine.reports import Reports
 from zero.engine.snapshot_calls import SnapshotCalls
 from zero.engine.values import Values
-from zero.exchange.collectives import Collectives, SingleRankCollectives
 from zero.flops_profiler import FlopsProfiler
 from zero.optim.loss_scale import LossScaler, make_scaler
 from zero.optim.lr_scheduler import scheduler_for
@@ -55,10 +56,8 @@ from zero.optim.rules import AdamRule, Rules, TrainedParameters
 from zero.params.initialisation import open_initial_store
 from zero.params.layout import Unit
 from zero.plan.plan import Plan
-from zero.reports.monitors import Monitors
-from zero.reports.statistics import Statistics
-from zero.reports.tracing import trace_calls
-from zero.schedule.compiling import outside_transforms
+from zero.store.collectives import Collectives, SingleRankCollectives
+from zero.store.saved_tensors import Activations
 from zero.values.parameter_values import ParameterValues
 
 logger = logging.getLogger("zero")
@@ -320,7 +319,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
             self.run.tracer.finish_recording()
 
     def inject(self, fault: Any) -> None:
-        """Inject I/O faults (an `offload.disk.aio.AioFault`, None to stop), for tests."""
+        """Inject I/O faults (an `offload.io.aio.AioFault`, None to stop), for tests."""
         disk = self.run.parts.storage.disk
         if disk is not None:
             disk.aio.inject(fault)

@@ -18,11 +18,11 @@ from offload.accelerator import is_accelerator
 from offload.sizes import format_bytes
 from zero.assembly.engine_steps import EngineSteps
 from zero.assembly.run import Run
+from zero.dist import world
 from zero.engine.fused_adapters import FusedAdapters
-from zero.exchange.broadcasts import agree_on_machine
 from zero.plan.machine import read_machine
 from zero.plan.plan import DEVICE
-from zero.ranks import world
+from zero.store.broadcasts import agree_on_machine
 
 logger = logging.getLogger("zero")
 

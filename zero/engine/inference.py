@@ -15,6 +15,7 @@ from torch import nn
 
 from offload.accelerator import compute_device
 from offload.errors import ConfigError, StateError
+from zero.assembly.log import NOTICE, show_log
 from zero.config import Config
 from zero.config.inference_block import KERNELS, read_inference
 from zero.engine.engine import ZeroEngine
@@ -23,7 +24,6 @@ from zero.engine.quantization import quantize
 from zero.params.initialisation import refuse_without_values
 from zero.params.released_parameter import is_managed
 from zero.params.units import collect_leaves
-from zero.reports.log import NOTICE, show_log
 from zero.values.engine_store import unwrap_parameters
 
 logger = logging.getLogger("zero")

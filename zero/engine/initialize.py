@@ -14,25 +14,25 @@ from torch.utils.data import DataLoader, Dataset
 from offload.accelerator import compute_device
 from offload.errors import ConfigError, explain_file_limit
 from zero import checkpointing
+from zero.assembly.log import NOTICE, set_log_level, show_log
 from zero.config import Config, load_config
 from zero.config.auto_values import Facts, auto_lines, read_facts, resolve_auto
 from zero.config.precision_block import DTYPES
 from zero.config.sources import config_argument
+from zero.dist import world
+from zero.dist.initialization import join_or_stay_alone
 from zero.engine.engine import ZeroEngine
 from zero.engine.pipeline_engine import PipelineEngine, open_stages
 from zero.engine.quantization import quantize
-from zero.exchange.collectives import Collectives
-from zero.exchange.factory import open_collectives
-from zero.exchange.pipeline_collectives import PipelineCollectives
+from zero.models.pipeline_module import PipelineModule
 from zero.optim.lr_scheduler import check_scheduler
 from zero.optim.make_rule import make_trained_parameters
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import TrainedParameters
 from zero.params.initialisation import pause_init, refuse_without_values
-from zero.pipe.module import PipelineModule
-from zero.ranks import world
-from zero.ranks.initialization import join_or_stay_alone
-from zero.reports.log import NOTICE, set_log_level, show_log
+from zero.store.collectives import Collectives
+from zero.store.factory import open_collectives
+from zero.store.pipeline_collectives import PipelineCollectives
 
 logger = logging.getLogger("zero")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError, StateError
-from zero.schedule.micro_batch_scheduler import MicroBatchScheduler
+from zero.cache.micro_batch_scheduler import MicroBatchScheduler
 
 LossOf = Callable[[Any], torch.Tensor]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from zero.schedule.hooks import ModuleHooks
+from zero.cache.hooks import ModuleHooks
 
 
 class HooksHandle:

@@ -26,13 +26,13 @@ from zero.config.forward_block import Pipeline
 from zero.data.resumable import EpochSampler, RepeatingLoader
 from zero.engine.engine import ZeroEngine
 from zero.engine.micro_batches import next_batch
-from zero.exchange.all_ranks import AllRanks
-from zero.exchange.pipeline_collectives import PipelineCollectives
+from zero.models.pipeline_module import PipelineModule
+from zero.models.pipeline_schedules import MicroBatches, Schedules, map_tensors, shape_of
+from zero.models.pipeline_tied import TiedWeights
+from zero.models.pipeline_topology import PipelineParallelGrid
 from zero.optim.loss_scale import LossScaleError
-from zero.pipe.grid import PipelineParallelGrid
-from zero.pipe.module import PipelineModule
-from zero.pipe.schedules import MicroBatches, Schedules, map_tensors, shape_of
-from zero.pipe.tied import TiedWeights
+from zero.store.all_ranks import AllRanks
+from zero.store.pipeline_collectives import PipelineCollectives
 
 RUNS = "train_batch() runs forward, backward and step of all micro-batches, and eval_batch() the forwards"
 PART = (

@@ -20,13 +20,13 @@ from offload.files.safetensors_file import SafetensorsFile, open_checkpoint
 from zero.checkpoint.dcp_format import MODEL
 from zero.checkpoint.load import mismatch_message
 from zero.engine.engine import ZeroEngine
-from zero.exchange.all_ranks import AllRanks
 from zero.params.buffers import persistent_buffers
 from zero.params.initial_store import FileLocation, initial_store_of
 from zero.params.initialisation import refuse_without_values
 from zero.params.released_parameter import is_managed
 from zero.params.tiles import engine_store_of
 from zero.params.units import Leaf, collect_leaves
+from zero.store.all_ranks import AllRanks
 from zero.store.stored_values import Piece
 from zero.values.adoption import Adoption
 from zero.values.engine_store import EngineParameterStore

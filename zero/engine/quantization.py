@@ -18,7 +18,7 @@ from offload.memory.host_memory import trim_heap
 from offload.sizes import format_bytes
 from zero.config.quantization_block import Codes
 from zero.params.gathering import GatheredParameters
-from zero.params.quantized_linear import QuantizedLinear
+from zero.params.quantized_weights import QuantizedLinear
 
 logger = logging.getLogger("zero")
 

@@ -22,16 +22,16 @@ from offload.kernels import kernels
 from offload.sizes import format_bytes
 from offload.timeline import Stopwatch
 from zero.assembly.engine_steps import EngineSteps
+from zero.assembly.log import NOTICE
+from zero.assembly.monitors import MonitorEvent, Monitors
 from zero.assembly.run import Run
+from zero.assembly.statistics import Statistics
 from zero.config.logging_block import FlopsProfiler as ProfilerBlock
+from zero.dist import world
 from zero.engine.autotuning_run import AutotuningRun
 from zero.flops_profiler import FlopsProfiler
 from zero.optim.optimizer import learning_rates, momentum_of
 from zero.plan.machine import peak_rss_bytes
-from zero.ranks import world
-from zero.reports.log import NOTICE
-from zero.reports.monitors import MonitorEvent, Monitors
-from zero.reports.statistics import Statistics
 
 logger = logging.getLogger("zero")
 

@@ -7,11 +7,11 @@ import logging
 from offload.errors import StateError
 from zero.assembly.accumulation import Accumulation
 from zero.assembly.engine_steps import EngineSteps
+from zero.assembly.log import NOTICE
 from zero.assembly.run import Run
-from zero.exchange.all_ranks import AllRanks
-from zero.reports.log import NOTICE
-from zero.snapshots.run_state import check_state, restore_state
-from zero.snapshots.snapshots import Snapshots
+from zero.assembly.run_state import check_state, restore_state
+from zero.assembly.snapshots import Snapshots
+from zero.store.all_ranks import AllRanks
 
 logger = logging.getLogger("zero")
 

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from offload.errors import ConfigError
 from offload.sizes import format_bytes
-from offload.system.cgroups import limit_bytes, memory_groups, number_in, table_in
+from offload.system.linux import limit_bytes, memory_groups, number_in, table_in
 from zero.launch.job import Job
 
 # Signals of a rank's own failure. The reaper sends SIGKILL too, but seconds after a failure, which is then the earlier.

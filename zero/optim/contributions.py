@@ -16,18 +16,18 @@ from functools import partial
 
 import torch
 
+from offload.array.copies import device_chunk_bytes
+from offload.array.tiered_array import TieredArray, await_all
 from offload.errors import StorageError
-from offload.io_loop import IoFuture
+from offload.io.io_loop import IoFuture
 from offload.kernels import kernels
 from offload.kernels.square_sums import rows_of
 from offload.memory.host_memory import aligned_copy
 from offload.memory.pool import Block
-from offload.planes.copies import device_chunk_bytes
-from offload.planes.tiered_array import TieredArray, await_all
 from offload.sizes import BLOCK_NUMEL
 from offload.streams import MaybeEvent
 from zero.params.layout import Slot, Unit
-from zero.plan.pools import SUM_CHUNK_BYTES, WIDE_CHUNK_NUMEL
+from zero.plan.sizes import SUM_CHUNK_BYTES, WIDE_CHUNK_NUMEL
 from zero.store.storage import Storage
 
 CHUNK_NUMEL = 256 * 1024  # Elements handled at a time; a multiple of the block.

@@ -16,17 +16,17 @@ from typing import Any, Protocol
 
 import torch
 
+from offload.array.copies import load_array, write_array
+from offload.array.tiered_array import TieredArray
 from offload.errors import StateError, StorageError
-from offload.io_loop import IoFuture
+from offload.io.io_loop import IoFuture
 from offload.kernels import kernels
 from offload.kernels.square_sums import SquareSum, rows_in, rows_of
 from offload.memory.pool import Block
-from offload.planes.copies import load_array, write_array
-from offload.planes.tiered_array import TieredArray
 from offload.streams import MaybeEvent
 from zero.optim.contributions import CHUNK_NUMEL, Contribution, ContributionStore, add_up
 from zero.params.layout import Layout, Slot, Unit
-from zero.plan.pools import gradient_sums_bytes
+from zero.plan.sizes import gradient_sums_bytes
 from zero.store.storage import Storage
 
 EPOCHS = itertools.count(1)

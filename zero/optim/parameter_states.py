@@ -17,14 +17,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from offload.array.tiered_array import Home, TieredArray
 from offload.errors import ConfigError, StateError, StorageError, ZeroInfinityError
-from offload.io_loop import IoFuture
+from offload.io.io_loop import IoFuture
 from offload.kernels import masters
 from offload.kernels.threads import kernel_threads, update_threads
-from offload.planes.tiered_array import Home, TieredArray
 from offload.streams import shares_host_memory
 from zero.config import Config
-from zero.exchange.collectives import SingleRankCollectives
 from zero.optim.gradients import Gradients, StepGradient
 from zero.optim.pending_updates import PendingUpdates
 from zero.optim.rules import Rule, Rules, UpdateRun
@@ -32,7 +31,8 @@ from zero.optim.sub_group_pipeline import StepArguments, SubGroupPipeline
 from zero.params.layout import Unit
 from zero.plan.machine import machine_to_plan
 from zero.plan.plan import Plan
-from zero.plan.states_plan import lay_out_tensors, plan_states
+from zero.plan.planner import lay_out_tensors, plan_states
+from zero.store.collectives import SingleRankCollectives
 from zero.store.staging import StagedSubGroup
 from zero.store.storage import Storage
 from zero.store.stored_values import StoredValues

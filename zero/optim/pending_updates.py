@@ -26,13 +26,13 @@ from functools import partial
 
 import torch
 
+from offload.array.copies import fetch_array
+from offload.array.tiered_array import await_all
 from offload.errors import StateError, StorageError
-from offload.planes.copies import fetch_array
-from offload.planes.tiered_array import await_all
 from offload.streams import MaybeEvent
-from zero.exchange.collectives import Collectives
 from zero.optim.sub_group_pipeline import Delivery, StepArguments, SubGroupPipeline
 from zero.params.layout import Layout, SubGroup, Unit
+from zero.store.collectives import Collectives
 from zero.store.storage import Storage
 
 

@@ -32,14 +32,14 @@ from dataclasses import dataclass
 import torch
 
 from offload.errors import BudgetError, StorageError
-from offload.io_loop import IoFuture
+from offload.io.io_loop import IoFuture
 from offload.kernels import kernels
 from offload.memory.pool import Block
 from offload.streams import MaybeEvent
-from zero.exchange.collectives import Collectives, PendingWork
 from zero.optim.contributions import zero_gaps
 from zero.optim.gradients import Gradients, UnitGradient
 from zero.params.layout import Layout, Slot, Unit
+from zero.store.collectives import Collectives, PendingWork
 from zero.store.storage import Storage
 
 

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from offload.archives import make_archive, read_archive
-from zero.exchange.collectives import Collectives
+from offload.files.archives import make_archive, read_archive
 from zero.params.layout import Layout
+from zero.store.collectives import Collectives
 
 SmallTensors = Mapping[str, Tensor]  # The small states of one parameter, by name.
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]

@@ -32,14 +32,14 @@ import torch
 from offload.errors import ConfigError, StateError, StorageError, is_reported, mark_reported
 from offload.kernels.square_sums import PACKED_BYTES, SquareSum, nonfinite_of
 from offload.sizes import BLOCK_NUMEL
-from zero.exchange.all_ranks import DeferringFailures
-from zero.exchange.collectives import Collectives
 from zero.optim.gradients import Gradients, UnitGradient
 from zero.optim.loss_scale import LossScaleError, LossScaler
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pending_updates import PendingUpdates
 from zero.optim.sub_group_pipeline import StepArguments, SubGroupPipeline
 from zero.params.layout import Slot, SubGroup, Unit
+from zero.store.all_ranks import DeferringFailures
+from zero.store.collectives import Collectives
 from zero.store.storage import Storage
 
 logger = logging.getLogger("zero")

@@ -26,8 +26,8 @@ from typing import Any, Protocol
 
 import torch
 
+from offload.array.tiered_array import TieredArray, await_all
 from offload.memory.pool import Block
-from offload.planes.tiered_array import TieredArray, await_all
 from offload.streams import MaybeEvent
 from offload.timeline import UPDATES
 from zero.optim.gradients import Gradients

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from offload.accelerator import HOST
+from offload.array.saved_views import version_of
 from offload.memory.flat_storage import FlatStorage, Poison
-from offload.saved.saved_views import version_of
 from zero.params.layout import Slot, Unit
+from zero.params.managed_parameter import drop_data_copy, is_data_written, watch
 from zero.params.released_parameter import ParameterStore, assign_store, set_present, set_released, set_shard_view
-from zero.params.watched_parameter import drop_data_copy, is_data_written, watch
 
 
 class UnitBinding:

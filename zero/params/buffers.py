@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from offload.archives import pack_any
 from offload.errors import ConfigError
-from zero.params.quantized_storage import quantized_tensor_names
+from offload.files.archives import pack_any
+from zero.params.quantized_weights import quantized_tensor_names
 
 
 def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

@@ -9,9 +9,9 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from offload.saved.saved_views import UnmovedTensor
+from offload.array.saved_views import UnmovedTensor
 from offload.system.interrupts import atomic, deferring_interrupts
-from zero.params.in_memory_init import broadcast_values, check_modifier_rank, is_in_memory_init
+from zero.params.initial_store import broadcast_values, check_modifier_rank, is_in_memory_init
 from zero.params.released_parameter import ParameterStore, is_managed, store_of
 
 _open_contexts: list[GatheredParameters] = []

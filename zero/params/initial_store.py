@@ -3,33 +3,154 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import json
 import weakref
-from collections.abc import Collection, Iterable, MutableMapping
+from collections.abc import Collection, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from datetime import timedelta
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from offload.disk.init_file import InitFile
+from offload.accelerator import compute_device
+from offload.array.saved_views import storage_key
 from offload.errors import StateError
+from offload.io.init_file import InitFile
+from offload.io.shared_init_file import SharedInitFile
 from offload.memory.flat_storage import FlatStorage, Poison
 from offload.memory.host_memory import trim_heap
-from offload.node.shared_init_file import SharedInitFile
-from offload.saved.saved_views import storage_key
-from zero.params.in_memory_init import broadcast_values
-from zero.params.initial_values_file import InitialValuesFile
+from offload.system.descriptors import node_identity, same_node
+from zero.dist import backend, world
+from zero.dist.failure_state import naming_ranks
 from zero.params.released_parameter import (
     ReleasedParameter,
     assign_store,
     drop_shard_view,
+    has_ds_attributes,
+    is_managed,
     name_of,
     set_present,
     set_released,
     set_shard_view,
     store_of,
 )
+
+# ---- in memory init ------------------------------------------------------------------------------------------------
+# Parameters that were built under `Init` but stay in memory: they have no store, and ranks may edit them differently.
+#
+# An engine takes the first rank's values. Until then each rank has its own values, and only `GatheredParameters` with a
+# `modifier_rank` makes them equal.
+
+
+def is_in_memory_init(parameter: torch.Tensor) -> bool:
+    """True if it has DeepSpeed's attributes and no parameter store."""
+    return isinstance(parameter, nn.Parameter) and has_ds_attributes(parameter) and not is_managed(parameter)
+
+
+def check_modifier_rank(modifier_rank: int | None) -> None:
+    """Raise StateError if there is no such rank. None is fine; so is any rank before torch.distributed is set up."""
+    world_size = world.world_size()
+    if modifier_rank is not None and world.is_distributed() and not 0 <= modifier_rank < world_size:
+        raise StateError(
+            f"GatheredParameters: expected a modifier_rank from 0 to {world_size - 1}, got {modifier_rank}"
+        )
+
+
+def broadcast_values(source_rank: int, parameters: Iterable[torch.Tensor]) -> None:
+    """Copy these values from `source_rank` to every rank. All ranks call this with the same parameters.
+
+    Before torch.distributed is set up, the values stay.
+
+    Args:
+        source_rank: a rank of the default group.
+        parameters: any dtype and layout, on the host or the device.
+    """
+    if world.world_size() == 1:
+        return
+    for parameter in parameters:
+        if parameter.is_meta:
+            continue  # it has no values yet
+        values = parameter.detach().contiguous().view(-1).view(torch.uint8)
+        if values.is_cpu and not backend.has_cpu_backend(None):
+            values = values.to(compute_device())
+        if values.numel():
+            backend.broadcast(values, source_rank, None).wait()
+        with torch.no_grad():
+            parameter.detach().copy_(values.view(parameter.dtype).view(parameter.shape))
+
+
+# ---- initial values file -------------------------------------------------------------------------------------------
+# The file with the values of a model that is built under `Init`, until an engine adopts them; per rank or per node.
+
+
+InitialValuesFile: TypeAlias = InitFile | SharedInitFile
+_file_numbers = itertools.count()
+"""Number of files that the ranks have opened together; equal on all ranks, so it makes keys in the store unique."""
+
+
+def open_initial_values_file(folders: Sequence[str]) -> tuple[InitialValuesFile | None, bool]:
+    """A file for initial values, which the ranks of a node share. All ranks call this together.
+
+    Args:
+        folders: the file is in the first one; empty: host memory, which is useful only if ranks share it.
+
+    Returns:
+        The file, or None if values stay with their parameters; and whether all ranks use the same file.
+
+    Raises:
+        ConfigError: nothing can be stored in the folder.
+        StateError: other ranks do not make this call; names the first.
+        PeerError: the connection between ranks of this node is lost.
+    """
+    world_size = world.world_size()
+    if world_size == 1:
+        return (InitFile.on_disk(folders) if folders else None), True
+    messages = _StoreMessages(range(world_size))
+    place = json.dumps([node_identity().decode(), list(folders)]).encode()
+    neighbours = [rank for rank, answer in enumerate(messages.all_gather(place)) if answer == place]
+    all_gather = _StoreMessages(neighbours, messages).all_gather
+    if len(neighbours) == 1 or not same_node(all_gather):
+        return (InitFile.on_disk(folders) if folders else None), False
+    file = InitFile.on_disk(folders) if folders else InitFile.in_memory()
+    index = neighbours.index(world.rank())
+    with naming_ranks("sharing initial values", neighbours):
+        return SharedInitFile.join(file, index, len(neighbours), all_gather), len(neighbours) == world_size
+
+
+class _StoreMessages:
+    """Messages between ranks through the store of the default group: its collectives may need tensors on a GPU.
+
+    Args:
+        members: global ranks, including this one.
+        parent: earlier messages about the same file; None: for a new file.
+    """
+
+    def __init__(self, members: Sequence[int], parent: _StoreMessages | None = None) -> None:
+        self._members = members
+        self._store: Any = backend.store_of(None)
+        self._name: str = f"zero/init/{next(_file_numbers)}" if parent is None else f"{parent._name}/node"
+        self._count = 0
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """The payloads of all members, in their order."""
+        key = f"{self._name}/{self._count}"
+        self._count += 1
+        self._store.set(f"{key}/{world.rank()}", payload)
+        return [self._payload_of(member, f"{key}/{member}") for member in self._members]
+
+    def _payload_of(self, member: int, key: str) -> bytes:
+        try:
+            return bytes(self._store.get(key))
+        except RuntimeError as error:
+            seconds = self._store.timeout / timedelta(seconds=1)
+            raise StateError(
+                f"zero.Init: rank {member} did not arrive within {seconds:.0f} s, or has ended; build the model under "
+                "zero.Init on every rank, with the same configuration"
+            ) from error
+
 
 LARGE_BYTES = 1 << 20
 """From this size on a spilled parameter's memory is returned to the kernel at once."""

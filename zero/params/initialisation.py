@@ -25,13 +25,11 @@ from zero.config import Config, load_config
 from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.sources import read_source
 from zero.config.swap_paths import create_folders
-from zero.params.deepspeed_attributes import set_in_memory_init
-from zero.params.initial_store import InitialParameterStore, initial_store_of
-from zero.params.initial_values_file import open_initial_values_file
-from zero.params.quantized_storage import is_wrapper
-from zero.params.released_parameter import is_managed
-from zero.ranks import world
-from zero.ranks.initialization import join_if_started
+from zero.dist import world
+from zero.dist.initialization import join_if_started
+from zero.params.initial_store import InitialParameterStore, initial_store_of, open_initial_values_file
+from zero.params.quantized_weights import is_wrapper
+from zero.params.released_parameter import is_managed, set_in_memory_init
 
 Source = str | os.PathLike[str] | dict[str, Any] | Config | None
 DEEPSPEED_ONLY = {

@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from offload.array.saved_views import storage_key
 from offload.errors import StateError
-from offload.saved.saved_views import storage_key
 from offload.sizes import BLOCK_NUMEL
+from zero.dist.world import world_size
 from zero.params.managed_parameter import AccumulatedGradient, ClassMixin
 from zero.params.released_parameter import (
     ParameterStore,
@@ -36,7 +37,6 @@ from zero.params.released_parameter import (
     set_shard_view,
     store_of,
 )
-from zero.ranks.world import world_size
 
 ROWS_ALIGN = 64
 """Tiles start at multiples of this if a tile has that many rows."""

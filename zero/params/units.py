@@ -22,8 +22,7 @@ from torch import nn
 from offload.sizes import BLOCK_NUMEL, align_up
 from zero.params.layout import Layout, UnitContent
 from zero.params.leaf_modules import z3_leaf_module
-from zero.params.quantized_linear import QuantizedLinear
-from zero.params.quantized_storage import inner_tensors, quantized_tensor_names
+from zero.params.quantized_weights import QuantizedLinear, inner_tensors, quantized_tensor_names
 from zero.params.tiles import Tile, can_tile, row_ranges
 
 Kind = tuple[torch.dtype, bool, int]

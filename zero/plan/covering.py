@@ -10,7 +10,7 @@ from torch import nn
 from offload.errors import ConfigError
 from zero.config import Config
 from zero.params.leaf_modules import apply_zero_leaf_module_config, flag_fine_modules, mark_leaf_parameters
-from zero.params.quantized_storage import is_packed, is_wrapper
+from zero.params.quantized_weights import is_packed, is_wrapper
 from zero.params.released_parameter import is_managed
 from zero.params.units import CoveredUnit, CoverRules, Leaf, cover
 

@@ -13,7 +13,7 @@ import torch
 
 from offload.accelerator import device_identity, free_memory_bytes, is_accelerator
 from offload.memory.pool import LinearPool, unfaulted_pool_bytes
-from offload.system.cgroups import limit_bytes, memory_groups, table_in
+from offload.system.linux import limit_bytes, memory_groups, table_in
 
 # Memory that cannot be reclaimed, in the statistics of a control group, by version.
 UNRECLAIMABLE_V2, UNRECLAIMABLE_V1 = ("anon", "shmem"), ("total_rss", "total_shmem")

@@ -17,22 +17,113 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offload.errors import BudgetError
+from offload.array.growing_pool import STEP_BYTES
+from offload.array.spill_store import PIECE_BYTES, PIECES_IN_FLIGHT
+from offload.errors import BudgetError, ConfigError
+from offload.kernels.masters import remainder_dtype
+from offload.kernels.moments import MOMENTS_BLOCK_NUMEL
 from offload.memory.flat_storage import copies_to_bind
 from offload.sizes import BLOCK_NUMEL, PAGE_BYTES, align_up, format_bytes
 from offload.streams import shares_host_memory
 from zero.config import Config
-from zero.params.layout import AddressSpace, Layout, SubGroup, Unit
-from zero.params.placement import ONE_RANK, Placement
+from zero.config.machine_block import ActivationCheckpointing
+from zero.config.zero_block import OffloadOptimizerConfig
+from zero.params.layout import ONE_RANK, AddressSpace, Layout, Placement, Slot, SubGroup, Unit
 from zero.params.units import LiveNumels
-from zero.plan.activations_and_snapshots import plan_activations, plan_snapshots
-from zero.plan.array_sizes import ArraySizes, padding_notes, rows_of
-from zero.plan.depth import FREE_SHARE, POOL_SHARE, Depth, depths
 from zero.plan.machine import Machine
-from zero.plan.plan import DEVICE, HOST, NVME, Limits, Plan, tier_of
-from zero.plan.pools import SUM_CHUNK_BYTES, PoolSizes, prefix_that_fits
+from zero.plan.plan import DEVICE, HOST, NVME, ActivationPlan, Limits, Plan, PlanRow, tier_of
+from zero.plan.sizes import (
+    FREE_SHARE,
+    POOL_SHARE,
+    SUM_CHUNK_BYTES,
+    ArraySizes,
+    Depth,
+    PoolSizes,
+    depths,
+    padding_notes,
+    prefix_that_fits,
+    rows_of,
+)
 from zero.plan.sub_group_state import ADAM_RULE_STATES, RuleStates
 from zero.plan.traffic import step_traffic
+
+# ---- activations and snapshots -------------------------------------------------------------------------------------
+# Memory in the plan besides tiered arrays: for saved activations, and for the second slots of snapshots.
+#
+# The size of activations depends on the batch: the user sets it, or the memory grows when it is needed.
+
+
+ACTIVATION_BYTES_KEY = "activation_checkpointing.activation_bytes"
+
+
+def activation_tier(block: ActivationCheckpointing) -> str | None:
+    """The tier for saved inputs; None: they stay where they are."""
+    tier = tier_of(block.device)
+    return tier if tier != DEVICE or block.contiguous_memory_optimization else None
+
+
+def plan_activations(config: Config) -> ActivationPlan:
+    """The part of the plan for saved activations.
+
+    Raises:
+        BudgetError: host memory is budgeted in bytes, and their part of it is not set.
+    """
+    block, budget = config.activation_checkpointing, config.memory_budget.host
+    tier = activation_tier(block)
+    nbytes = None if block.activation_bytes is None else align_up(block.activation_bytes, PAGE_BYTES)
+    if tier == HOST and nbytes is None and isinstance(budget, int):
+        raise BudgetError(
+            f"{ACTIVATION_BYTES_KEY}: expected bytes, because memory_budget.host is {budget:,} and saved activations "
+            "go to host memory; set how many of these bytes they may take"
+        )
+    if tier != NVME:
+        return ActivationPlan(tier, nbytes)
+    in_flight_bytes = PIECES_IN_FLIGHT * PIECE_BYTES
+    if nbytes is None:
+        return ActivationPlan(tier, nbytes, in_flight_bytes, STEP_BYTES)
+    return ActivationPlan(tier, nbytes, min(in_flight_bytes, nbytes), nbytes)
+
+
+def plan_snapshots(plan: Plan, sizes: ArraySizes, offload: OffloadOptimizerConfig) -> int:
+    """Bytes of NVMe that snapshots take in addition to the tiered arrays there; a note in the plan says what they cost.
+
+    Args:
+        plan: complete, except for the result of this function.
+        sizes: sizes of its tiered arrays.
+        offload: the block that configures snapshots.
+
+    Raises:
+        ConfigError: states are not on NVMe.
+    """
+    snapshot = offload.snapshot
+    if snapshot is None:
+        return 0
+    if offload.device != NVME:
+        raise ConfigError(
+            "zero_optimization.offload_optimizer.snapshot: snapshots keep states where they are, on NVMe; expected "
+            f'offload_optimizer.device "nvme", got "{offload.device}"; set it, or remove the block'
+        )
+    plan.snapshots = True
+    slot_bytes = in_memory_bytes = written_bytes = 0
+    for unit in sizes.layout.units:
+        nbytes = unit.shard_numel * unit.dtype.itemsize
+        slot_bytes += 2 * nbytes
+        if plan.weight_tiers[unit.index] != NVME:
+            in_memory_bytes += nbytes
+            written_bytes += nbytes if unit.trainable else 0
+    for group, tier in zip(plan.sub_groups, plan.state_tiers, strict=True):
+        nbytes = sizes.state_bytes(group)
+        slot_bytes += 2 * nbytes
+        if tier != NVME:
+            in_memory_bytes += nbytes
+            written_bytes += nbytes
+    interval = "step" if snapshot.every == 1 else f"{snapshot.every} steps"
+    plan.notes.append(
+        f"snapshots: weights and states take {format_bytes(slot_bytes)} of NVMe, twice their size; every {interval} "
+        f"{format_bytes(written_bytes)} of them that are kept in memory are written too ({written_bytes:,} bytes)"
+    )
+    return slot_bytes // 2 + in_memory_bytes
+
 
 logger = logging.getLogger("zero")
 
@@ -263,7 +354,7 @@ class Planner:
         yield PlanAttempt(candidates[-1], 1.0, spills_gradients=True)
 
     def _depths(self) -> list[Depth]:
-        """The depths to try, deepest first: see the rule in `zero.plan.depth`."""
+        """The depths to try, deepest first: see the rule in `zero.plan.sizes`."""
         explicit, budget, free = self._live_numel_limit(), self.device_budget, self.machine.device_bytes
         deep, *shallower = depths(self.uses, self.largest_unit.numel if self.largest_unit else 0)
         if explicit is not None:
@@ -637,3 +728,100 @@ class Planner:
         used += sum(self.sizes.weight_bytes(u) for u in self.layout.units if plan.weight_tiers[u.index] == DEVICE)
         spare = max(self.device_budget - used, 0)
         return prefix_that_fits(map(self.sizes.state_bytes, plan.sub_groups), spare)[0]
+
+
+# ---- states plan ---------------------------------------------------------------------------------------------------
+# The plan for states alone: parameters and gradients stay in their owner's memory, optimizer states are on a tier.
+
+
+def lay_out_tensors(tensors: Sequence[tuple[int, str, torch.Tensor]], *, whole_parameters: bool = False) -> Layout:
+    """Each tensor is a unit without padding; units of one dtype are an address space. Empty tensors are left out.
+
+    Coordinates begin at whole blocks of moments, so that neighbours share no scale. If parameters are updated whole,
+    they begin at whole blocks of states, so that neighbours share no sub-group.
+
+    Args:
+        tensors: (index of the parameter, name, tensor).
+        whole_parameters: the rule needs whole parameters.
+    """
+    align = BLOCK_NUMEL if whole_parameters else MOMENTS_BLOCK_NUMEL
+    ends: dict[torch.dtype, int] = {}
+    units: list[Unit] = []
+    for index, name, tensor in tensors:
+        numel = tensor.numel()
+        if not numel:
+            continue
+        begin = ends.get(tensor.dtype, 0)
+        ends[tensor.dtype] = align_up(begin + numel, align)
+        slot = Slot((name,), tensor.shape, numel, 0, index)
+        unit = Unit(len(units), name, (slot,), numel, numel, tensor.dtype, True, True, begin)
+        units.append(replace(unit, remainder=remainder_dtype(tensor.dtype), needs_whole_parameters=whole_parameters))
+    spaces = (AddressSpace(dtype, True, tuple(unit for unit in units if unit.dtype == dtype)) for dtype in ends)
+    return Layout(tuple(spaces), tuple(units))
+
+
+def plan_states(
+    layout: Layout, config: Config, machine: Machine, device: torch.device, states: tuple[tuple[str, ...], ...]
+) -> Plan:
+    """The tier of the states, and the number of sub-groups in memory at a time.
+
+    Args:
+        layout: see `lay_out_tensors`.
+        config: only its `offload_optimizer` and `sub_group_size` are used.
+        machine: the available memory.
+        device: device of parameters and gradients; if it is not the host, updates copy them through host memory.
+        states: names of the optimizer states of the one update rule.
+
+    Raises:
+        BudgetError: the host has no room.
+    """
+    offload = config.zero_optimization.offload_optimizer
+    sizes = ArraySizes(layout, STATE_DTYPES[offload.state_dtype], states, wide=False)
+    groups = _sub_groups(layout, config.zero_optimization.sub_group_size)
+    state_sizes = [sizes.state_bytes(group) for group in groups]
+    tier = tier_of(offload.device) if any(state_sizes) else HOST  # without states nothing is on a disk
+    passing = [
+        (state_bytes if tier == NVME else 0)
+        + (0 if shares_host_memory(device) else _weight_and_gradient_bytes(layout, group))
+        for group, state_bytes in zip(groups, state_sizes, strict=True)
+    ]
+    slot = align_up(max(passing, default=0), PAGE_BYTES)
+    in_flight = offload.buffer_count or SUB_GROUPS_IN_FLIGHT
+    plan = Plan(
+        Limits(live_numel_max=0, prefetch_numel=0, reuse_numel_max=0),
+        sub_groups=groups,
+        state_tiers=(tier,) * len(groups),
+        state_dtype=STATE_DTYPES[offload.state_dtype],
+        states=states,
+        states_only=True,
+        sub_groups_in_flight=in_flight,
+        host_pool_bytes=min(in_flight, len(groups)) * slot,
+        baseline_bytes=machine.rss_bytes,
+    )
+    rows = (
+        PlanRow(tier, "optimizer states", sum(state_sizes)),
+        PlanRow(HOST, "arena: records in flight", plan.host_pool_bytes),
+    )
+    plan.rows = tuple(row for row in rows if row.nbytes)
+    need = plan.tier_bytes(HOST)
+    if need > machine.available_bytes:
+        raise BudgetError(
+            f"offload: {format_bytes(need)} of host memory are needed ({need:,} bytes), and "
+            f"{format_bytes(machine.available_bytes)} are free ({machine.available_source}); "
+            + ('set device to "nvme"' if tier == HOST else "set a smaller sub_group_size")
+            + f"\n{plan.table()}"
+        )
+    return plan
+
+
+def _sub_groups(layout: Layout, numel_max: int | None) -> tuple[SubGroup, ...]:
+    largest = max((space.numel for space in layout.spaces), default=0)
+    full = min(SUB_GROUP_NUMEL_MAX, align_up(-(-largest // SUB_GROUPS_IN_FLIGHT), BLOCK_NUMEL))
+    groups = layout.sub_groups(full if numel_max is None else min(full, numel_max))
+    # The last sub-group of an address space is extended to whole blocks too, because each block has its scales.
+    return tuple(replace(group, end=align_up(group.end, BLOCK_NUMEL)) for group in groups)
+
+
+def _weight_and_gradient_bytes(layout: Layout, group: SubGroup) -> int:
+    """Bytes of the weights and gradients in a sub-group."""
+    return 2 * (group.end - group.begin) * layout.spaces[group.space].dtype.itemsize

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zero.params.layout import Layout, Unit
-from zero.plan.array_sizes import ArraySizes
 from zero.plan.plan import DEVICE, NVME, Plan
+from zero.plan.sizes import ArraySizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def step_traffic(plan: Plan, layout: Layout, *, on_gpu: bool) -> StepTraffic:
 def _units_left_cached(plan: Plan, units: list[Unit]) -> set[int]:
     """Units that stay on the device when they have been used in this order, and the reverse order comes next.
 
-    As `is_reused_soon` decides (zero/schedule/policy.py): their next use is near, and the units in between fit too.
+    As `is_reused_soon` decides (zero/cache/policy.py): their next use is near, and the units in between fit too.
     """
     cached: set[int] = set()
     after_numel = 0

@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 
 import torch
 
+from offload.array.copies import blocks_around
+from offload.array.tiered_array import TieredArray, await_all
 from offload.errors import StateError
 from offload.memory.host_memory import aligned_copy
 from offload.memory.pool import Block
-from offload.planes.copies import blocks_around
-from offload.planes.tiered_array import TieredArray, await_all
 from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Streams
 from zero.params.layout import Layout, SubGroup, Unit

@@ -11,28 +11,28 @@ from typing import Protocol
 import torch
 
 from offload.accelerator import is_accelerator, synchronize
-from offload.disk.aio import Aio, AioOptions, open_aio
-from offload.disk.swapfile import SwapSpace
+from offload.array.activations import ActivationStore
+from offload.array.tiered_array import Disk, Home, TieredArray
+from offload.array.two_slots import SlotPair, TwoSlotArray
 from offload.errors import BudgetError
 from offload.files.snapshot_files import SnapshotFiles
-from offload.io_loop import IoLoop
+from offload.io.aio import Aio, AioOptions, open_aio
+from offload.io.io_loop import IoLoop
+from offload.io.swapfile import SwapSpace
 from offload.kernels.block_checksums import BlockChecksums
 from offload.kernels.square_sums import rows_in
 from offload.memory.pool import Block, BlockPool, LinearPool, Relocate
 from offload.memory.prefault import Prefaulter
 from offload.memory.shared_host_memory import SharedHostMemory
-from offload.planes.tiered_array import Disk, Home, TieredArray
-from offload.planes.two_slots import SlotPair, TwoSlotArray
-from offload.saved.activations import ActivationStore
 from offload.streams import open_streams
 from offload.timeline import Timeline
-from zero.activations.activation_store import open_activations
 from zero.config import Config
 from zero.config.swap_paths import create_swap_paths, wants_pinning
 from zero.params.layout import AddressSpace, Layout, SubGroup, Unit
 from zero.plan.machine import available_memory
 from zero.plan.plan import DEVICE, HOST, NVME, Plan
-from zero.plan.pools import gradient_sums_bytes
+from zero.plan.sizes import gradient_sums_bytes
+from zero.store.activation_store import open_activations
 from zero.store.unreduced_gradients import SharedAllocator, UnreducedGradients
 
 UNPLANNED_SHARE = 0.8

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from offload.array.copies import load_array
 from offload.kernels import masters
-from offload.planes.copies import load_array
 from offload.streams import MaybeEvent, Streams
 from zero.params.layout import Layout, Slot, SubGroup, Unit
 from zero.store.staging import StagedSubGroup

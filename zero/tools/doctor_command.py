@@ -28,12 +28,12 @@ import torch.distributed as dist
 import zero
 from offload import zero_name
 from offload.accelerator import has_gpu, library_trouble, present_kind, visible_variable
-from offload.disk.aio import AioOptions, open_aio
-from offload.disk.aio_base import BACKENDS
-from offload.disk.disk_identity import identify
-from offload.disk.probe import measure_disk
-from offload.disk.swapfile import free_bytes
 from offload.errors import ZeroInfinityError
+from offload.io.aio import AioOptions, open_aio
+from offload.io.aio_base import BACKENDS
+from offload.io.disk_identity import identify
+from offload.io.probe import measure_disk
+from offload.io.swapfile import free_bytes
 from offload.kernels import kernels
 from offload.kernels.matmul_speed import CLEARLY_SLOWER, bf16_slowdown
 from offload.kernels.threads import physical_cores

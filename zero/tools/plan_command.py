@@ -26,13 +26,14 @@ import torch
 from torch import nn
 
 from offload.accelerator import compute_device, planned_device
-from offload.disk.probe import measure_disk
-from offload.disk.swapfile import check_folder
 from offload.errors import BudgetError, ConfigError
+from offload.io.probe import measure_disk
+from offload.io.swapfile import check_folder
 from offload.kernels.threads import scratch_update
 from offload.sizes import format_bytes
 from offload.streams import shares_host_memory
 from offload.system.regular_files import read_regular
+from zero.assembly.log import format_count
 from zero.assembly.model_plan import plan_model
 from zero.config import Config, load_config
 from zero.config.numbers import parse_bytes
@@ -42,7 +43,6 @@ from zero.params.layout import Layout
 from zero.plan.machine import Machine, read_machine
 from zero.plan.plan import DEVICE, HOST, NVME, Plan
 from zero.plan.traffic import StepTraffic, step_traffic
-from zero.reports.log import format_count
 
 RATE_NUMEL = 4 << 20
 RATE_ROUNDS = 3

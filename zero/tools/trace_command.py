@@ -22,7 +22,7 @@ import zero
 from offload.errors import ConfigError
 from offload.files.trace_events import check_target
 from offload.system.regular_files import read_regular
-from zero.reports.tracing import PATH_VARIABLE, STEPS_VARIABLE
+from zero.assembly.tracing import PATH_VARIABLE, STEPS_VARIABLE
 from zero.tools.synthetic import Shape, SyntheticGPT, random_tokens
 from zero.tools.trace_plot import draw, require_matplotlib, summary
 

@@ -25,9 +25,9 @@ import torch
 
 import zero
 from offload.accelerator import is_accelerator, module_of
-from offload.disk.swapfile import check_folder
 from offload.errors import BudgetError, ConfigError
 from offload.files.trace_events import check_target
+from offload.io.swapfile import check_folder
 from offload.sizes import format_bytes
 from zero.config.sources import read_json
 from zero.plan.machine import peak_rss_bytes

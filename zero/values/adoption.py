@@ -20,15 +20,15 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from offload.array.copies import CHUNK_BYTES, copy_single_threaded, zero_single_threaded
+from offload.array.tiered_array import await_all
 from offload.kernels import kernels, masters
-from offload.kernels.kernel_checks import FLOATS
+from offload.kernels.kernel_backend import FLOATS
 from offload.kernels.square_sums import nonfinite_of
 from offload.memory.host_memory import trim_heap
-from offload.planes.copies import CHUNK_BYTES, copy_single_threaded, zero_single_threaded
-from offload.planes.tiered_array import await_all
+from zero.dist import world
 from zero.params.layout import AddressSpace, Layout, Slot, SubGroup, Unit
 from zero.plan.sub_group_state import SubGroupState
-from zero.ranks import world
 from zero.store.staging import StagedRange, StagedSubGroup, StagingBlocks
 from zero.store.storage import Storage
 from zero.store.stored_values import Piece

@@ -12,17 +12,16 @@ from torch import nn
 
 from offload.errors import StateError
 from offload.system.interrupts import atomic
+from zero.cache.coordinator import Coordinator
+from zero.cache.expert_rows import ExpertRowFetcher
+from zero.cache.hooks import ModuleHooks, in_backward
 from zero.optim.gradients import Gradients
 from zero.params.binding import UnitBinding
 from zero.params.initial_store import InitialParameterStore
 from zero.params.layout import Slot
-from zero.params.lazy_gradient import LazyGradient
-from zero.params.quantized_storage import is_wrapper
-from zero.params.released_parameter import is_managed, name_of, remove_store
+from zero.params.quantized_weights import is_wrapper
+from zero.params.released_parameter import LazyGradient, is_managed, name_of, remove_store
 from zero.params.tiles import engine_store_of
-from zero.schedule.coordinator import Coordinator
-from zero.schedule.expert_rows import ExpertRowFetcher
-from zero.schedule.hooks import ModuleHooks, in_backward
 from zero.values.parameter_values import ParameterValues
 from zero.values.reader import ValueReader, shard_runs
 from zero.values.unit_editor import UnitEditor

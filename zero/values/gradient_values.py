@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from offload.archives import bytes_of, bytes_tensor
+from offload.files.archives import bytes_of, bytes_tensor
 from offload.kernels import kernels
 from offload.kernels.square_sums import SquareSum, rows_of
 from offload.sizes import BLOCK_NUMEL, align_up
-from zero.exchange.collectives import Collectives
 from zero.optim.gradients import Gradients, UnitGradient
 from zero.params.layout import Slot, Unit
+from zero.store.collectives import Collectives
 from zero.values.reader import CHUNK_NUMEL, join_runs, shard_runs
 
 

@@ -12,10 +12,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from offload.archives import bytes_of, bytes_tensor
 from offload.errors import StateError
+from offload.files.archives import bytes_of, bytes_tensor
 from offload.kernels import masters
-from zero.exchange.collectives import Collectives
 from zero.optim.gradients import Gradients
 from zero.optim.optimizer import ExternalStateOptimizer
 from zero.optim.small_states import SmallStates, gather_small_states
@@ -24,6 +23,7 @@ from zero.params.layout import Slot, Unit
 from zero.params.released_parameter import name_of
 from zero.plan.plan import Plan
 from zero.plan.sub_group_state import SubGroupState
+from zero.store.collectives import Collectives
 from zero.store.stored_values import ParameterSlots
 from zero.values.gradient_values import GradientValues
 from zero.values.reader import ValueReader, join_runs, shard_runs

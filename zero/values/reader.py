@@ -9,15 +9,14 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from offload.archives import bytes_of, bytes_tensor
+from offload.array.copies import read_array
 from offload.errors import StateError
-from offload.planes.copies import read_array
-from zero.exchange.all_ranks import DeferringFailures
-from zero.exchange.collectives import Collectives, gather_on_host
+from offload.files.archives import bytes_of, bytes_tensor
+from zero.cache.coordinator import Coordinator
 from zero.params.binding import UnitBinding
-from zero.params.layout import Layout, Slot, Unit
-from zero.params.placement import Placement
-from zero.schedule.coordinator import Coordinator
+from zero.params.layout import Layout, Placement, Slot, Unit
+from zero.store.all_ranks import DeferringFailures
+from zero.store.collectives import Collectives, gather_on_host
 from zero.store.storage import Storage
 from zero.store.stored_values import ParameterSlots, Piece, StoredValues
 

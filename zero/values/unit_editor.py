@@ -11,16 +11,16 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from offload.array.copies import write_array
 from offload.errors import BudgetError, StateError
 from offload.kernels import masters
-from offload.planes.copies import write_array
 from offload.sizes import format_bytes
-from zero.exchange.collectives import Collectives
+from zero.cache.coordinator import Coordinator
 from zero.params.binding import UnitBinding, recapture_all
 from zero.params.layout import Layout, Unit
 from zero.plan.machine import read_machine
 from zero.plan.sub_group_state import SubGroupState
-from zero.schedule.coordinator import Coordinator
+from zero.store.collectives import Collectives
 from zero.store.staging import StagedSubGroup
 from zero.store.storage import Storage
 from zero.values.reader import ValueReader, recapture

@@ -24,9 +24,9 @@ from kept_checkpoint import FOLDER as KEPT
 from kept_checkpoint import RANKS, TAG
 from safetensors.torch import save_file
 
-from offload.archives import make_archive
 from offload.errors import ConfigError, ZeroInfinityError
 from offload.files import safetensors_file
+from offload.files.archives import make_archive
 from offload.files.durable import Files
 from offload.files.snapshot_files import SnapshotFiles, _checksum, _pack, list_snapshots, read_committed
 from zero.checkpoint import dcp_format

@@ -19,8 +19,8 @@ from torch import nn
 
 import zero
 from offload.errors import ConfigError, StateError
+from zero.assembly.log import NOTICE
 from zero.checkpoint.source import VALID_READS, FolderSource
-from zero.reports.log import NOTICE
 
 CASE = Case(states="cpu")
 STATES = ("exp_avg", "exp_avg_sq", "/step")

@@ -12,8 +12,8 @@ from models import make_config, tokens
 from torch import nn
 
 import zero
-from offload.archives import make_archive, pack_any, read_archive, unpack_any
 from offload.errors import ConfigError
+from offload.files.archives import make_archive, pack_any, read_archive, unpack_any
 
 NAMED = r"test_objects_of_strangers.*allow_pickle=True.*add_safe_globals"
 RAN: list[str] = []

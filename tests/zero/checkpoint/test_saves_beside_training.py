@@ -36,17 +36,17 @@ from probe import (
 from recovery import HELD, NVME, descriptors, failing, interrupted_when
 from torch import nn
 
-import offload.io_loop
+import offload.io.io_loop
 import zero
-from offload.archives import container
-from offload.disk.aio import AioOptions, open_aio
 from offload.errors import ConfigError, StateError, StorageError
+from offload.files.archives import container
 from offload.files.durable import Files
+from offload.io.aio import AioOptions, open_aio
 from zero.checkpoint import rank_data_file, save
 from zero.checkpoint.folder import CheckpointFolder
-from zero.exchange.all_ranks import FAILED
-from zero.exchange.collectives import SingleRankCollectives
 from zero.optim.sub_group_pipeline import StepArguments
+from zero.store.all_ranks import FAILED
+from zero.store.collectives import SingleRankCollectives
 
 Open = Callable[..., Any]
 CPU = ("cpu", "cpu")
@@ -371,9 +371,9 @@ def test_a_save_may_take_long_though_the_engine_has_no_disk_of_its_own(
                 seen.add(aio.stats().write_bytes)
 
     monkeypatch.setattr(rank_data_file, "open_aio", open_held)
-    monkeypatch.setattr(offload.io_loop, "WARN_SECONDS", 0.5)
-    monkeypatch.setattr(offload.io_loop, "RAISE_SECONDS", 0.5)
-    monkeypatch.setattr(offload.io_loop, "time", SimpleNamespace(perf_counter=lambda: 0.4 * len(seen)))
+    monkeypatch.setattr(offload.io.io_loop, "WARN_SECONDS", 0.5)
+    monkeypatch.setattr(offload.io.io_loop, "RAISE_SECONDS", 0.5)
+    monkeypatch.setattr(offload.io.io_loop, "time", SimpleNamespace(perf_counter=lambda: 0.4 * len(seen)))
     with at_each_look(engine, look):
         engine.save_checkpoint(tmp_path)
     assert 0.4 * len(seen) > 0.6 and tags(tmp_path) == ["global_step1"]

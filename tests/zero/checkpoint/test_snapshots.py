@@ -19,10 +19,10 @@ from recovery import least_host_bytes
 from snapshot_runs import as_a_kill_would_leave_it, committed, config_of, folder, named_ranges, on_middle
 
 import zero
-from offload.disk.aio import AioFault
+from offload.array.two_slots import TwoSlotArray
 from offload.errors import ConfigError, StateError, StorageError
+from offload.io.aio import AioFault
 from offload.kernels.block_checksums import BLOCK_BYTES
-from offload.planes.two_slots import TwoSlotArray
 
 Open = Callable[..., Any]
 PAIRS = [("nvme", "nvme"), ("cpu", "nvme"), ("none", "nvme")]

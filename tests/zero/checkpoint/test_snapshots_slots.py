@@ -27,9 +27,9 @@ from snapshot_runs import (
 )
 
 import zero
-from offload.disk.aio import AioFault
 from offload.errors import ConfigError, StorageError
 from offload.files.durable import Files
+from offload.io.aio import AioFault
 
 Open = Callable[..., Any]
 ACTIONS = ("train", "train", "train", "edit", "forward", "look", "zero_grad", "save", "load", "fail")

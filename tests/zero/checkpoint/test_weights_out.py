@@ -20,9 +20,9 @@ from probe import units_read_once
 from torch import nn
 
 import zero
-from offload.disk.aio import AioFault
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.weights_writer import BLOCK_BYTES, BLOCKS, WeightsWriter
+from offload.io.aio import AioFault
 from zero.values.reader import CHUNK_NUMEL
 
 safetensors = pytest.importorskip("safetensors.torch")

@@ -15,7 +15,7 @@ from aliased import code, said
 from probe import collected_by, mover_of_handle
 
 from offload.errors import ConfigError, StorageError
-from offload.io_loop import IoFuture
+from offload.io.io_loop import IoFuture
 from offload.memory.host_memory import map_host, tensor_over
 from zero.compat.operators import BUILDERS
 

@@ -16,7 +16,7 @@ from zero.compat.configs import CONFIG, GETTERS, DeepSpeedConfig, DeepSpeedZeroC
 from zero.compat.engine_names import REFUSED
 from zero.compat.initialize_for_clients import initialize
 from zero.compat.timers import SynchronizedWallClockTimer, ThroughputTimer
-from zero.pipe.topology import ProcessTopology
+from zero.models.pipeline_topology import ProcessTopology
 
 OBJECTS: dict[str, dict[str, dict[str, str]]] = json.loads(
     (ROOT / "tests/data/deepspeed_objects.json").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ import pytest
 from offload.errors import ConfigError
 from zero.compat import monitoring
 from zero.compat.configs import DeepSpeedConfig
-from zero.ranks import world
+from zero.dist import world
 
 EVENTS = [("Valid/accuracy", 0.5, 8), ("Valid/accuracy", 0.75, 16)]
 

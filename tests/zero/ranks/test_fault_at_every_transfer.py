@@ -24,9 +24,9 @@ from ranks_model import motley
 from ranks_runs import Place, Run, digest, on_batch, outcome_of, quiet
 
 import zero
-from offload.disk.aio import AioFault
-from offload.disk.aio_base import Op
 from offload.errors import BudgetError, StorageError
+from offload.io.aio import AioFault
+from offload.io.aio_base import Op
 from zero.optim.stepper import InterruptedBackward
 
 Pool = Callable[[int], RankPool]

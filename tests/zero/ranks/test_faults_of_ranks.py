@@ -23,8 +23,8 @@ from ranks_runs import Place, Run, on_batch, opened, quiet
 from torch import nn
 
 import zero
-from offload.disk.aio import AioFault
 from offload.errors import BudgetError
+from offload.io.aio import AioFault
 
 Pool = Callable[[int], RankPool]
 

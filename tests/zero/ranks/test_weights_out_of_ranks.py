@@ -16,8 +16,8 @@ from ranks import RankPool
 from ranks_model import motley
 from ranks_runs import Place, on_batch, opened
 
-from offload.disk.aio import AioFault
 from offload.errors import BudgetError, StateError, StorageError
+from offload.io.aio import AioFault
 
 safetensors = pytest.importorskip("safetensors.torch")
 

@@ -85,9 +85,9 @@ OURS: dict[str, dict[str, str]] = {
     "elasticity.elasticity": {
         "zero.compat.elasticity": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config"
     },
-    "moe.experts": {"zero.moe.layer": "Experts"},
-    "moe.layer": {"zero.moe.layer": "MoE"},
-    "moe.sharded_moe": {"zero.moe.layer": "MOELayer TopKGate"},
+    "moe.experts": {"zero.models.moe": "Experts"},
+    "moe.layer": {"zero.models.moe": "MoE"},
+    "moe.sharded_moe": {"zero.models.moe": "MOELayer TopKGate"},
     "moe.utils": {
         "zero.compat.helpers": "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"
     },
@@ -140,12 +140,11 @@ OURS: dict[str, dict[str, str]] = {
     },
     "runtime.pipe.module": {
         "zero.engine.pipeline_engine": "PipelineError",
-        "zero.pipe.module": "PipelineModule",
-        "zero.pipe.specs": "LayerSpec TiedLayerSpec",
+        "zero.models.pipeline_module": "LayerSpec PipelineModule TiedLayerSpec",
     },
     "runtime.pipe.topology": {
-        "zero.pipe.grid": "PipelineParallelGrid",
-        "zero.pipe.topology": "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
+        "zero.models.pipeline_topology": "PipelineParallelGrid PipeDataParallelTopology PipeModelDataParallelTopology "
+        "ProcessTopology",
     },
     "runtime.precision_config": {
         "zero.compat.configs": "get_bfloat16_config get_float16_config",
@@ -163,11 +162,11 @@ OURS: dict[str, dict[str, str]] = {
     "runtime.zero": {"zero.compat.partition_parameters": "MiCS_Init unregister_external_parameter"},
     "runtime.zero.config": {
         **CONFIGS,
-        "zero.assembly.state_kinds": "OffloadDeviceEnum",
+        "zero.assembly.device_memory": "OffloadDeviceEnum",
         "zero.compat.configs": "DeepSpeedZeroConfig ZeroStageEnum",
     },
     "runtime.zero.mics": {"zero.compat.partition_parameters": "MiCS_Init"},
-    "runtime.zero.offload_config": {**CONFIGS, "zero.assembly.state_kinds": "OffloadDeviceEnum OffloadStateTypeEnum"},
+    "runtime.zero.offload_config": {**CONFIGS, "zero.assembly.device_memory": "OffloadDeviceEnum OffloadStateTypeEnum"},
     "runtime.zero.offload_states": {"zero.compat.helpers": "get_state_devices"},
     "runtime.zero.parameter_offload": {"zero.engine.parameter_offload": "DeepSpeedZeRoOffload=ParameterOffload"},
     "runtime.zero.stage3": {

@@ -1,0 +1,1 @@
+"""Arrays whose parts lie on tiers: copies, two slots, and bytes that autograd saved."""

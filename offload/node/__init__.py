@@ -1,1 +1,0 @@
-"""State that the processes of one node share: numbers, gradients, initial values."""

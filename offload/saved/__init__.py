@@ -1,1 +1,0 @@
-"""Tensors that autograd has saved, kept elsewhere until backward needs them."""

@@ -1,1 +1,0 @@
-"""Activations: the tensors that autograd saves, their place, and the random states for recomputation."""

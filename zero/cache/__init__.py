@@ -1,0 +1,1 @@
+"""Which units are on the device: hooks, access trace, policy, fetches and evictions."""

@@ -1,0 +1,1 @@
+"""Ranks: process groups, their order, and what ends their work together."""

@@ -1,1 +1,0 @@
-"""Communication between the ranks of one engine: weights, gradients, and agreements at the start."""

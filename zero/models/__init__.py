@@ -1,0 +1,1 @@
+"""Layers that this project brings: pipelines and mixtures of experts."""

@@ -1,1 +1,0 @@
-"""When units are fetched and evicted: trace, policy, coordinator, hooks."""

@@ -1,1 +1,0 @@
-"""Snapshots on NVMe, and the state of a run besides its tensors, which snapshots and checkpoints save."""
