@@ -18,7 +18,7 @@ from offload.kernels import kernels
 from offload.kernels.moments import Moments
 from offload.kernels.segment import Segment
 from offload.memory.host_memory import map_host, tensor_over
-from offload.system.linux import core_of
+from offload.system.process import core_of
 
 SCRATCH_NUMEL = 3 << 20
 """42 MB with bf16 weights: more than the caches of most machines, and a few milliseconds of work."""

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import ConfigError
-from offload.system.linux import core_of
+from offload.system.process import core_of
 from zero.launch import rank
 from zero.launch.job import Job, Node
 from zero.launch.node import cores_by_rank, rank_variables, visible_devices

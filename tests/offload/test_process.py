@@ -14,7 +14,7 @@ import pytest
 
 CHILD = """
 import os, signal, sys, time
-from offload.system.linux import die_with_parent
+from offload.system.process import die_with_parent
 die_with_parent({parent})
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 assert "torch" not in sys.modules

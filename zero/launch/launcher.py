@@ -20,7 +20,7 @@ from pathlib import Path
 
 from offload.accelerator import device_count
 from offload.errors import ConfigError
-from offload.system.linux import die_with_parent
+from offload.system.process import die_with_parent
 from zero.launch.arguments import check_arguments
 from zero.launch.failures import exit_status
 from zero.launch.job import Job, is_remote, plan_job

@@ -33,7 +33,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from offload.accelerator import device_count, visible_variable
 from offload.errors import ConfigError, ZeroInfinityError
 from offload.memory.run_notes import FOLDER, read_notes
-from offload.system.linux import core_of
+from offload.system.process import core_of
 from zero.launch.failures import (
     Failure,
     Peers,
