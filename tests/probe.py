@@ -433,10 +433,19 @@ def before_groups_are_adopted(look: Callable[[Any], None], monkeypatch: pytest.M
 
 def complete(save: Any) -> None:
     """What the first rank does with a save in the background once its own part is written."""
+    _finish_save(save, BackgroundSave._assemble)
+
+
+def wait_for_first(save: Any) -> None:
+    """What another rank does then."""
+    _finish_save(save, BackgroundSave._await_first)
+
+
+def _finish_save(save: Any, work: Callable[[BackgroundSave], Any]) -> None:
     behind = object.__new__(BackgroundSave)
     behind._save, behind._save_latest, behind._worker = save, False, Worker("zero-test")
     try:
-        asyncio.run(behind._assemble())
+        asyncio.run(work(behind))
     finally:
         behind._worker.close()
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 
-from offload.errors import ConfigError, StateError
+from offload.errors import ConfigError, RankDivergenceError, StateError
+from offload.io import io_loop
 from offload.io.io_loop import IoLoop
 from offload.memory.host_memory import trim_heap
 from offload.streams import Streams
@@ -263,3 +264,21 @@ def unequal_slices() -> str:
         with pytest.raises(ConfigError, match="2 equal slices") as refusal:
             mover.run("gather", comm.all_gather(comm.enqueue("gather", 3, "block"), torch.zeros(5), group))
         return str(refusal.value).split(":")[0]
+
+
+def failed_before_the_first_job() -> str:
+    with opened() as (comm, loop), mock.patch.object(io_loop, "RAISE_SECONDS", 5.0):
+        group, flat = comm.group(range(comm.world_size)), torch.zeros(2)
+        comm.enqueue("gather", 0, "a")  # its job never runs
+        second = comm.enqueue("gather", 0, "b")
+        comm.close(RuntimeError("the disk"))
+        try:
+            loop.run("gather", comm.all_gather(second, flat, group))
+        except (RankDivergenceError, StateError) as error:
+            return str(error)
+        return "no error"
+
+
+def test_a_failure_before_the_first_collective_ends_those_that_wait_for_their_place(rank_pool: Pool) -> None:
+    for text in rank_pool(2).run(failed_before_the_first_job):
+        assert "has failed: RuntimeError: the disk" in text

@@ -170,7 +170,7 @@ class SaveJob:
             self._files.write_bytes(path, f"{type(error).__name__}: {error}")
 
     def missing_parts(self) -> dict[int, object]:
-        """On the first rank: each rank that has not written its part yet, with what changes while it writes.
+        """Each rank that has not written its part yet, with what changes while it writes.
 
         Raises StateError: a rank's part has failed.
         """
@@ -394,9 +394,19 @@ class BackgroundSave:
         await self._worker.run(lambda: self._save.assemble(save_latest=self._save_latest))
 
     async def _await_first(self) -> None:
-        ended = dict[int, str]()
+        # The first rank gives up after PEER_TIMEOUT_SECONDS without progress, and removes the folder. If it has ended
+        # on another machine, it removes nothing, and perhaps nobody can tell.
+        deadline, last_missing, ended = 0.0, None, dict[int, str]()
         while not await self._worker.run(self._save.is_completed):
             self._raise_if_ended(ended)
+            missing = await self._worker.run(self._save.missing_parts)
+            if missing != last_missing:
+                deadline, last_missing = time.monotonic() + 2 * PEER_TIMEOUT_SECONDS, missing
+            if time.monotonic() > deadline:
+                raise StateError(
+                    f"saving a checkpoint: nothing was written for {2 * PEER_TIMEOUT_SECONDS:.0f} s, and rank 0 has "
+                    f"not completed {self._save.tag}; it has perhaps ended"
+                )
             ended = await self._ended_ranks([0])
             await asyncio.sleep(POLL_SECONDS)
 

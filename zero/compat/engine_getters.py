@@ -49,6 +49,11 @@ def inactive(key: str) -> Callable[[Any], Any]:
     return method(lambda config: inactive_value(config, "zero_optimization", key), NO_EFFECT)
 
 
+def inactive_size(key: str) -> Callable[[Any], Any]:
+    """The same for a number of elements, which clients compute with: transformers writes fractions."""
+    return method(lambda config: int(float(inactive_value(config, "zero_optimization", key))), NO_EFFECT)
+
+
 class attribute(property, Generic[T]):
     """A row that is a property."""
 
@@ -207,9 +212,9 @@ class ConfigGetters:
     zero_overlap_comm = zero(lambda z: z.overlap_comm, "False: whoever starts a reduction of gradients waits for it.")
     zero_hpz_partition_size = zero(lambda z: z.zero_hpz_partition_size, "Ranks that share a second copy of weights.")
     zero_reduce_scatter = inactive("reduce_scatter")
-    zero_reduce_bucket_size = inactive("reduce_bucket_size")
+    zero_reduce_bucket_size = inactive_size("reduce_bucket_size")
     zero_multi_rank_bucket_allreduce = inactive("use_multi_rank_bucket_allreduce")
-    zero_allgather_bucket_size = inactive("allgather_bucket_size")
+    zero_allgather_bucket_size = inactive_size("allgather_bucket_size")
     zero_allgather_partitions = inactive("allgather_partitions")
     zero_contiguous_gradients = inactive("contiguous_gradients")
     zero_round_robin_gradients = inactive("round_robin_gradients")

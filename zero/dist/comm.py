@@ -302,6 +302,9 @@ class Comm:
     ) -> MaybeEvent:
         """Launch all works of `start` when `queued` is next, and wait. Returns an event after them."""
         self._loop = asyncio.get_running_loop()
+        failure = self._failure_state.failure
+        if failure is not None:  # it came before this loop ran, so `on_failure` could not stop the order
+            self._launch_order.fail(failure)
         try:
             if not self._nccl:
                 await self.streams.synchronize(*after)

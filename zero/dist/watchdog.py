@@ -277,7 +277,8 @@ class Watchdog:
             positions = self._board.positions(ranks)
         except Exception:
             return {rank: "and the store of the process group do not answer" for rank in ranks if rank == 0}
-        return {rank: str(position) for rank, position in positions.items() if position.state == GONE}
+        ended = {rank: str(position) for rank, position in positions.items() if position.state == GONE}
+        return ended | {rank: "its process has died" for rank in positions if has_died(positions[rank])}
 
     @property
     def is_waiting(self) -> bool:
@@ -317,8 +318,7 @@ class Watchdog:
     def _run_round(self) -> None:
         """One round. A store that does not answer is an error only while this rank waits for other ranks."""
         try:
-            self._publish()
-            self._abort_once()
+            self._publish_and_abort()
             if self._failure_state.failure is None and not self._is_stopped:
                 self._search_failure()
             self._answered_at = time.monotonic()
@@ -345,6 +345,13 @@ class Watchdog:
         if request != self._answered_request or failure is not None or self._is_stopped:
             self._answered_request = request
             self._board.publish_log(request, *self._log.tail())
+
+    def _publish_and_abort(self) -> None:
+        """Publish; after a failure end this rank's connections too, also if the store does not answer any more."""
+        try:
+            self._publish()
+        finally:
+            self._abort_once()
 
     def _abort_once(self) -> None:
         if self._failure_state.failure is not None and not self._has_aborted:
@@ -383,8 +390,7 @@ class Watchdog:
             failure = self._compare_digests(self._board.positions([(self._rank + 1) % self._world_size]))
         if failure is not None:
             self._failure_state.fail(failure)
-            self._publish()
-            self._abort_once()
+            self._publish_and_abort()
 
     def _other_positions(self) -> dict[int, Position]:
         """The position of each other rank; if it has published nothing, that from `set_initial_positions`, if any."""

@@ -32,6 +32,7 @@ from probe import (
     stranded_in,
     updates_of,
     used_bytes,
+    wait_for_first,
 )
 from recovery import HELD, NVME, descriptors, failing, interrupted_when
 from torch import nn
@@ -314,6 +315,28 @@ def test_the_first_rank_waits_for_one_that_is_slow_as_long_as_it_writes(monkeypa
     with pytest.raises(StateError, match=r"ranks \[1\] have written nothing"):
         complete(silent)
     assert not silent.complete
+
+
+class LostFirstRank:
+    """A save of two ranks, as the other one sees it: the first has ended on a machine of which nobody hears."""
+
+    tag = "lost"
+
+    def is_completed(self) -> bool:
+        return False
+
+    def missing_parts(self) -> dict[int, object]:
+        return {}
+
+    def ended_ranks(self, ranks: Collection[int]) -> dict[int, str]:
+        return {}
+
+
+def test_another_rank_does_not_wait_for_ever_for_a_first_one_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(save, "PEER_TIMEOUT_SECONDS", 0.1)
+    with pytest.raises(StateError, match="rank 0 has not completed lost"):
+        wait_for_first(LostFirstRank())
 
 
 # ---- saves in the call -----------------------------------------------------------------------------------------------
