@@ -12,7 +12,7 @@ import logging
 import random
 from collections.abc import Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +21,10 @@ from offload.accelerator import compute_device, is_accelerator, rng_state, set_r
 from offload.errors import ConfigError
 from offload.files.archives import bytes_tensor, make_archive, pack_any, read_archive, unpack_any
 from offload.system.regular_files import report_read_errors
+from zero.assembly.run import Run
 from zero.optim.optimizer import ZeroOptimizer, check_flags
 from zero.params.buffers import extra_states, pack_extra_states, persistent_buffers, set_extra_states
 from zero.store.rng_tracker import get_cuda_rng_tracker
-
-if TYPE_CHECKING:
-    from zero.assembly.run import Run
 
 logger = logging.getLogger("zero")
 

@@ -24,13 +24,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from offload.array.two_slots import TwoSlotArray
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.snapshot_files import Manifest, SnapshotFiles
 from offload.system.regular_files import report_read_errors
-from zero.assembly.run_state import CapturedState
 from zero.config import Config
 from zero.config.swap_paths import create_swap_paths
 from zero.params.layout import AddressSpace, Layout
@@ -46,12 +45,19 @@ IN_STEP_SNAPSHOTS = 10  # After a void snapshot the next so many are committed i
 NAMES_MAX = 4  # Parameters that an error names.
 
 
+class StateOfRun(Protocol):
+    """What a run saves besides its arrays, at the step of a snapshot; see `CapturedState`."""
+
+    def to_bytes(self) -> bytes:
+        """Called after the step's updates."""
+
+
 @dataclass(slots=True)
 class PendingSnapshot:
     """A snapshot of a step whose updates are not all stored yet."""
 
     step: int
-    state: CapturedState
+    state: StateOfRun
     is_persistent_written: bool = False  # Values that are always on the device are written.
     is_memory_written: bool = False  # All values that live in memory are written.
     is_void: bool = False
@@ -121,7 +127,7 @@ class Snapshots:
         """True when the pending snapshot is to be committed inside its step."""
         return self.pending is not None and self._in_step_left > 0
 
-    def begin_snapshot(self, step: int, state: CapturedState) -> None:
+    def begin_snapshot(self, step: int, state: StateOfRun) -> None:
         """A step is fixed, and its weights are not in use yet."""
         self.pending = PendingSnapshot(step, state)
 
