@@ -151,3 +151,16 @@ def test_answers_about_ranks_and_averages() -> None:
 def test_the_rank_on_the_node_is_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch, said: str, local: int) -> None:
     monkeypatch.setenv("LOCAL_RANK", said)
     assert Engine({}).local_rank == local
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"), [("false", False), (1, True), ("True", True), ("maybe", True), ([], True)]
+)
+def test_a_key_without_effect_is_answered_in_the_form_of_its_default(written: object, expected: bool) -> None:
+    engine = Engine({"zero_optimization": {"contiguous_gradients": written}}, world_size=4)
+    assert answer(engine, "zero_contiguous_gradients") is expected
+
+
+def test_a_size_without_effect_that_is_no_number_is_answered_by_the_default() -> None:
+    engine = Engine({"zero_optimization": {"reduce_bucket_size": "1GB"}}, world_size=4)
+    assert answer(engine, "zero_reduce_bucket_size") == 500_000_000

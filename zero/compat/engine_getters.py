@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from zero.config import Config
+from zero.config.fields import default_of, parse_flag
+from zero.config.numbers import parse_count
 from zero.config.precision_block import DTYPES
 from zero.config.zero_block import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from zero.dist import world
@@ -40,18 +42,20 @@ def zero(answer: Callable[[ZeroConfig], T], means: str) -> Callable[[Any], T]:
 
 
 def inactive_value(config: Config, block: str, key: str) -> Any:
-    """The value of a key that has no effect, which is no field of its block."""
-    return getattr(getattr(config, block), key)
+    """The value of a key that has no effect, in the form of its default: the key is not checked when it is read."""
+    values = getattr(config, block)
+    value, default = getattr(values, key), default_of(values.rows[key])
+    try:
+        if isinstance(default, bool):
+            return parse_flag(value)
+        return parse_count(value) if isinstance(default, int) else value
+    except ValueError:
+        return default
 
 
 def inactive(key: str) -> Callable[[Any], Any]:
     """A row for such a key of `zero_optimization`."""
     return method(lambda config: inactive_value(config, "zero_optimization", key), NO_EFFECT)
-
-
-def inactive_size(key: str) -> Callable[[Any], Any]:
-    """The same for a number of elements, which clients compute with: transformers writes fractions."""
-    return method(lambda config: int(float(inactive_value(config, "zero_optimization", key))), NO_EFFECT)
 
 
 class attribute(property, Generic[T]):
@@ -89,7 +93,7 @@ def _autocast_dtype(config: Config) -> torch.dtype | None:
 
 def _safe_modules(config: Config) -> list[str] | None:
     modules = inactive_value(config, "torch_autocast", "lower_precision_safe_modules")
-    return None if modules is None else list(modules)
+    return list(modules) if isinstance(modules, (list, tuple)) else None
 
 
 def _communication_dtype(config: Config) -> torch.dtype:
@@ -212,9 +216,9 @@ class ConfigGetters:
     zero_overlap_comm = zero(lambda z: z.overlap_comm, "False: whoever starts a reduction of gradients waits for it.")
     zero_hpz_partition_size = zero(lambda z: z.zero_hpz_partition_size, "Ranks that share a second copy of weights.")
     zero_reduce_scatter = inactive("reduce_scatter")
-    zero_reduce_bucket_size = inactive_size("reduce_bucket_size")
+    zero_reduce_bucket_size = inactive("reduce_bucket_size")
     zero_multi_rank_bucket_allreduce = inactive("use_multi_rank_bucket_allreduce")
-    zero_allgather_bucket_size = inactive_size("allgather_bucket_size")
+    zero_allgather_bucket_size = inactive("allgather_bucket_size")
     zero_allgather_partitions = inactive("allgather_partitions")
     zero_contiguous_gradients = inactive("contiguous_gradients")
     zero_round_robin_gradients = inactive("round_robin_gradients")

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.files.archives import bytes_of, bytes_tensor
 from offload.errors import ConfigError, RankDivergenceError, RankLostError
+from offload.files.archives import bytes_of, bytes_tensor
 from offload.streams import MaybeEvent, Streams
 from offload.timeline import Timeline, external_wait
 from zero.dist import backend

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from offload.files.archives import bytes_of, bytes_tensor
 from offload.errors import RankDivergenceError
+from offload.files.archives import bytes_of, bytes_tensor
 from zero.dist import backend
 from zero.dist.failure_state import FailureState
 from zero.dist.sequence import HEADER, OperationLog, pack_header

@@ -1,23 +1,24 @@
 """`zero.init_distributed`: join the other ranks, with any launcher."""
 
 from __future__ import annotations
+
+import atexit
+import dataclasses
 import json
+import logging
+import os
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-from offload.errors import ConfigError
-import atexit
-import dataclasses
-import logging
-import os
 from datetime import timedelta
+from typing import Any
+
 import torch
 import torch.distributed as dist
+
 from offload.accelerator import KINDS, chosen_kind, device_count, set_device
 from offload.errors import ConfigError, StateError
-
 
 # ---- environment ---------------------------------------------------------------------------------------------------
 # The rank of this process, from the environment variables of its launcher.

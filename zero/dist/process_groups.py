@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from offload.files.archives import bytes_of, bytes_tensor
 from offload.errors import RankLostError
+from offload.files.archives import bytes_of, bytes_tensor
 from offload.system.descriptors import Connection, connections, shut_down
 from zero.dist import backend
 from zero.dist.failure_state import FailureState
 from zero.dist.sequence import OperationLog
-from zero.dist.watchdog import Position, StatusBoard, process_namespace
-from zero.dist.watchdog import Watchdog
+from zero.dist.watchdog import Position, StatusBoard, Watchdog, process_namespace
 
 OPENING_SECONDS = 20.0  # Timeout for opening a group when all its ranks are known to take part.
 PROCESS_RECORD = struct.Struct("<q256s")

@@ -13,30 +13,29 @@ the board.
 """
 
 from __future__ import annotations
-import json
-import os
-import zlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
-import psutil
-from zero.dist.sequence import SequenceEntry
+
 import contextlib
 import itertools
+import json
 import logging
+import os
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
 from offload.accelerator import device_initializer
 from offload.errors import RankDivergenceError, RankLostError
 from offload.streams import MaybeEvent
 from zero.dist.failure_state import FailureState
-from zero.dist.sequence import OperationLog, describe_difference, format_ranks
-
+from zero.dist.sequence import OperationLog, SequenceEntry, describe_difference, format_ranks
 
 # ---- status --------------------------------------------------------------------------------------------------------
 # The board on which ranks publish their positions: a few keys in the store of the process group.

@@ -81,6 +81,8 @@ class Reports:
         block = self._profile
         if block is None or self._run.global_steps + 1 < block.profile_step:
             return False
+        if self.flops_profiler.started:  # by the user; the configured profile is of a later forward
+            return False
         return torch.is_grad_enabled()
 
     def profile_forward(self) -> AbstractContextManager[None]:

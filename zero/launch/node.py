@@ -19,6 +19,7 @@ import socket
 import sys
 import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -90,13 +91,14 @@ def _run_ranks(job: Job, node_rank: int, folder: str) -> tuple[list[Failure], in
         min_nodes=len(job.nodes),
         max_nodes=len(job.nodes),
         nproc_per_node=len(job.nodes[node_rank].slots),
-        run_id=job.identity,
+        run_id=job.identity if len(job.nodes) > 1 else uuid.uuid4().hex,  # programs name files and sockets by it
         # torch itself binds a free port and passes it to the ranks: no other process can take it in between.
         rdzv_backend="c10d" if job.master_port is None else "static",
         rdzv_endpoint="localhost:0" if job.master_port is None else f"{job.master_addr}:{job.master_port}",
         rdzv_configs={} if job.master_port is None else {"rank": node_rank},
         local_addr=job.master_addr if job.master_port is None else None,
         max_restarts=job.max_restarts,
+        log_line_prefix_template=os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         logs_specs=DefaultLogsSpecs(job.log_folder or folder, redirects=Std.ALL if job.log_folder else Std.NONE),
     )
     if hasattr(config, "signals_to_handle"):  # in newer versions
@@ -104,7 +106,7 @@ def _run_ranks(job: Job, node_rank: int, folder: str) -> tuple[list[Failure], in
         config.signals_to_handle = ",".join(kind.name for kind in kinds)
     words = [word.replace("$", "$$") for word in (str(RANK_FILE), *job.words)]  # torch replaces ${...} in them
     try:
-        elastic_launch(config, sys.executable)("-u", *words)
+        elastic_launch(config, os.environ.get("PYTHON_EXEC", sys.executable))("-u", *words)
     except ChildFailedError as error:
         failures = from_torch(error.failures, _name(job, node_rank))
         return failures, exit_status(find_first(failures).exitcode)
