@@ -1,8 +1,8 @@
 """The engine's steps: asked for, decided, counted, and begun; and how every other call completes the last step first.
 
 [Note: behind the step] `step()` returns once the step is decided and counted; the updates continue after it returns. So
-each call of the engine begins with `ready` or `current`: these complete a step that an error has interrupted, and wait
-for the updates of the values that the call is going to use.
+other calls of the engine begin with `make_ready` or `complete_updates`: these complete a step that an error has
+interrupted, and the second one also waits for the updates of the values that the call is going to use.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class EngineSteps:
         parts.backward_watch.end_failed_backward()
         if (
             parts.backward_watch.is_torn and parts.collectives.placement.is_single_rank
-        ):  # with several ranks all must raise: see `fix`
+        ):  # with several ranks all must raise: see `Stepper.decide`
             raise InterruptedBackward.on_ranks()
         parts.coordinator.check_idle()
         run.updater.call_pre_hooks()
@@ -491,7 +491,7 @@ class EngineSteps:
         return parts
 
     def evict_all(self) -> None:
-        """Release every unit, also the persistent ones; `make_ready` binds these again."""
+        """Evict every unit, and unbind the persistent ones; `make_ready` binds these again."""
         self._checkpoints.on_persistent_unbind()
         self._run.parts.coordinator.evict_all()
 

@@ -78,7 +78,7 @@ class UnitEntry:
 
     @property
     def is_pinned(self) -> bool:
-        """It cannot be evicted."""
+        """It stays; only a unit that merely `awaits_gradients` may be evicted to make room."""
         return self.is_in_use or self.is_read_for_backward or self.is_edited
 
     @property
@@ -128,7 +128,7 @@ class Residency:
         return [*self._by_state[UnitState.BOUND], *self._by_state[UnitState.IN_FLIGHT]]
 
     def pinned_units(self) -> set[int]:
-        """Bound units that cannot be evicted."""
+        """Bound units that are pinned."""
         return {entry.index for entry in self._by_state[UnitState.BOUND].values() if entry.is_pinned}
 
     def evictable_units(self) -> list[int]:

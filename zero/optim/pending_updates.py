@@ -12,8 +12,9 @@ The next call of the engine raises the error, which names the step.
 collective. So with several ranks a read or write that fails is repeated at once, and the next step reports it on all
 ranks. Only if it fails again, this rank's forward fails.
 
-[Note: threads] Only the I/O loop writes this state, except in `begin_step`, which is called while nothing is due. Other
-threads ask whether sub-groups are pending; the I/O loop only takes some out, so an answer can only become "no".
+[Note: threads] Only the I/O loop writes this state, except in `begin_step`, which is called while nothing is due. The
+stepper sets `is_stopped`, and takes `unreported` when it reports it. Other threads ask whether sub-groups are pending;
+the I/O loop only takes some out, so an answer can only become "no".
 """
 
 from __future__ import annotations
