@@ -63,7 +63,7 @@ class Calls:
     @contextmanager
     def counted(self) -> Iterator[None]:
         def heard(frame: FrameType, event: str, _: Any) -> None:
-            self.count += event == "call" and Path(frame.f_code.co_filename).parts[-3:-1] == ("zero", "schedule")
+            self.count += event == "call" and Path(frame.f_code.co_filename).parts[-3:-1] == ("zero", "cache")
 
         sys.setprofile(heard)
         try:
