@@ -59,7 +59,7 @@ def tell_plan(spec: dict[str, Any]) -> None:
         "plan",
         model=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        rows=[(row.tier, row.plane, row.nbytes) for row in plan.rows],
+        rows=[(row.tier, row.array, row.nbytes) for row in plan.rows],
         traffic=asdict(traffic),
     )
 

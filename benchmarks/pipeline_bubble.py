@@ -65,7 +65,7 @@ def run(stages: int, spec: dict[str, Any]) -> dict[str, float]:
         port = listening.getsockname()[1]
         listening.close()
         spawn(one_rank, (stages, port, spec, folder), nprocs=stages)
-        figures: dict[str, float] = torch.load(Path(folder) / "told.pt")
+        figures: dict[str, float] = torch.load(Path(folder) / "figures.pt")
         return figures
 
 
@@ -97,7 +97,7 @@ def one_rank(rank: int, stages: int, port: int, spec: dict[str, Any], folder: st
         # Activations go one way and their gradients the other, both as wide as the layers.
         sent_bytes = 2 * (stages - 1) * spec["count"] * SAMPLES * width * torch.float32.itemsize
         figures = {"step_seconds": seconds / spec["steps"], "sent_bytes": sent_bytes}
-        torch.save(figures, Path(folder) / "told.pt")
+        torch.save(figures, Path(folder) / "figures.pt")
     engine.close()
     dist.destroy_process_group()
 

@@ -54,7 +54,7 @@ def planned_bytes(engine: zero.ZeroEngine) -> dict[str, int]:
     bytes_by_array: Counter[str] = Counter()
     for row in engine.plan.rows:
         if row.tier != NVME:
-            bytes_by_array[row.plane] += row.nbytes
+            bytes_by_array[row.array] += row.nbytes
     return dict(bytes_by_array)
 
 
@@ -67,14 +67,14 @@ def allocated_bytes(engine: zero.ZeroEngine) -> dict[str, int]:
         "optimizer states": storage.state_arrays,
     }
     bytes_by_name = {name: sum(map(memory_bytes, arrays)) for name, arrays in kinds.items()}
-    bytes_by_name["weights"] += other_slices_bytes(engine)
+    bytes_by_name["weights"] += other_shards_bytes(engine)
     bytes_by_name["block sums of gradients"] = sum(state.sums.data.nbytes for state in gradients_of(engine).states())
-    bytes_by_name["slices in flight between ranks"] = exchanged_bytes(engine)
+    bytes_by_name["shards in flight between ranks"] = exchanged_bytes(engine)
     pools = {
         "gathered units": storage.unit_pool,
         "flat gradients in flight": storage.gradient_pool,
         "updates in flight": storage.update_pool,
-        "arena: records and chunks in flight": storage.host_pool,
+        "pool: states and chunks in flight": storage.host_pool,
     }
     return {
         name: nbytes
@@ -83,7 +83,7 @@ def allocated_bytes(engine: zero.ZeroEngine) -> dict[str, int]:
     }
 
 
-def other_slices_bytes(engine: zero.ZeroEngine) -> int:
+def other_shards_bytes(engine: zero.ZeroEngine) -> int:
     """Other ranks' shards of unsharded weights, where this rank has its own copy of them."""
     units = engine.units
     return sum(flat.nbytes - units[i].shard_numel * units[i].dtype.itemsize for i, flat in whole_flats(engine).items())

@@ -32,7 +32,7 @@ def ours(spec: dict[str, Any]) -> dict[str, Any]:
     engine = zero.initialize(model=rank_loop.model_of(Shape(**spec["shape"])), config=spec["config"])[0]
     with engine:
         figures = rank_loop.train(engine, spec)
-        return {**figures, "plan_rows": [(row.tier, row.plane, row.nbytes) for row in engine.plan.rows]}
+        return {**figures, "plan_rows": [(row.tier, row.array, row.nbytes) for row in engine.plan.rows]}
 
 
 class Plain:

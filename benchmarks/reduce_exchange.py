@@ -45,10 +45,10 @@ class Rank:
         for region in self.regions:
             fault_in(region.data)
         board = NodeBoard.join(rank, count, NodeCollectives.columns(), share)
-        self.exchange = NodeCollectives(board, self.regions, (rank, count), DEADLINE_SECONDS)
+        self.collectives = NodeCollectives(board, self.regions, (rank, count), DEADLINE_SECONDS)
         self.flat = self.region.data.view(torch.bfloat16).normal_()
         self.own = self.flat.numel() // count
-        self.slices = [r.data.view(torch.bfloat16)[rank * self.own :][: self.own] for r in self.regions]
+        self.shards = [r.data.view(torch.bfloat16)[rank * self.own :][: self.own] for r in self.regions]
         self.stored, self.arrived, self.scale = torch.zeros(self.own), torch.zeros_like(self.flat), 1 / count
         blocks = -(-self.own // BLOCK_NUMEL)
         self.sums = torch.zeros(blocks, 2, dtype=torch.int64)
@@ -60,25 +60,25 @@ class Rank:
         ways = {"ours": self._ours, "gloo all-to-all": self._all_to_all, "gloo reduce-scatter": self._reduce_scatter}
         dist.barrier()
         begin, cpu = time.perf_counter(), time.process_time()
-        ways.get(name, partial(self._kernel, self.slices))()
+        ways.get(name, partial(self._kernel, self.shards))()
         return time.perf_counter() - begin, time.process_time() - cpu
 
     def close(self) -> None:
         """Free the memory."""
         dist.barrier()
-        self.exchange.close()
+        self.collectives.close()
         for region in self.regions:
             region.close()
         self.loop.close()
 
-    def _kernel(self, slices: list[torch.Tensor]) -> None:
-        kernels.reduce_ranks(self.stored, slices, scale=self.scale, into=self.sums)
+    def _kernel(self, shards: list[torch.Tensor]) -> None:
+        kernels.reduce_ranks(self.stored, shards, scale=self.scale, into=self.sums)
 
     def _ours(self) -> None:
         async def reduce() -> None:
             self.number += 1
-            async with self.exchange.reduce_scatter(self.number, 0, self.flat.nbytes) as slices:
-                self._kernel([part.view(torch.bfloat16) for part in slices])
+            async with self.collectives.reduce_scatter(self.number, 0, self.flat.nbytes) as shards:
+                self._kernel([part.view(torch.bfloat16) for part in shards])
 
         self.loop.run_until_complete(reduce())
 

@@ -83,7 +83,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
             "build_seconds": built_at - begin,
             "initialize_seconds": ready_at - built_at,
             "plan_bytes": {tier: engine.plan.tier_bytes(tier) for tier in ("device", "host", "nvme")},
-            "plan_rows": [(row.tier, row.plane, row.nbytes) for row in engine.plan.rows],
+            "plan_rows": [(row.tier, row.array, row.nbytes) for row in engine.plan.rows],
             "baseline_rss_bytes": engine.plan.baseline_bytes,
             "live_numel_peak": after.live_numel_peak,
             "whole_experts": sum(after.whole_experts_by_unit.values()),

@@ -183,7 +183,7 @@ def show_bytes(report: Report, bench: Bench, series: Series, name: str) -> None:
     """NVMe bytes of a step: ours, the kernel's for this process, and what the plan's formula says."""
     figures = series.rounds[-1][name].figures
     planned = figures["plan_rows"]
-    stored = {plane: sum(n for tier, p, n in planned if tier == "nvme" and p == plane) for _, plane, _ in planned}
+    stored = {array: sum(n for tier, a, n in planned if tier == "nvme" and a == array) for _, array, _ in planned}
     # A weight is read for the forward (with its optimizer state) and for the backward, and written; a state and a
     # spilled gradient are each read and written once.
     formula = 3 * stored.get("weights", 0) + 2 * stored.get("optimizer states", 0) + 2 * stored.get("gradients", 0)

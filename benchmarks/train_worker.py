@@ -76,7 +76,7 @@ def ours(spec: dict[str, Any]) -> dict[str, Any]:
             **measured,
             **spans,
             "plan_bytes": {tier: engine.plan.tier_bytes(tier) for tier in ("device", "host", "nvme")},
-            "plan_rows": [(row.tier, row.plane, row.nbytes) for row in engine.plan.rows],
+            "plan_rows": [(row.tier, row.array, row.nbytes) for row in engine.plan.rows],
             "baseline_rss_bytes": engine.plan.baseline_bytes,
             "sub_groups": len(engine.plan.sub_groups),
             "backend": after.aio_backend,

@@ -3,7 +3,7 @@
     python scripts/census.py                     (a table)
     python scripts/census.py --suite pytest.log  (with the items and seconds of a run of ./scripts/test)
 
-What runs in a forward is seen in one of eight small layers on NVMe, on the caller's thread and the mover's.
+What runs in a forward is seen in one of eight small layers on NVMe, on the caller's thread and the I/O loop's.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def by_package(lines: dict[Path, int]) -> dict[str, int]:
 
 
 def weights_way() -> tuple[int, int]:
-    """Modules and classes of which something runs in a forward, on the caller's thread or the mover's."""
+    """Modules and classes of which something runs in a forward, on the caller's thread or the I/O loop's."""
     sys.path.insert(0, str(ROOT))
     import torch
 

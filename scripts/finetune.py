@@ -112,11 +112,11 @@ def checked(options: argparse.Namespace) -> argparse.Namespace:
         options.dtype = "fp32" if slow else "bf16"
     if slow and FIRST:
         print(f"training in fp32, which the result is in too: {slow} (--dtype bf16 trains in bf16 all the same)")
-    need, told = result_bytes(options)
+    need_bytes, purpose = result_bytes(options)
     there = next(folder for folder in (options.out, *options.out.absolute().parents) if folder.exists())
     free = shutil.disk_usage(there).free
-    if free < need:
-        raise SystemExit(f"--out {options.out}: {free:,} bytes are free, {told}; give another folder")
+    if free < need_bytes:
+        raise SystemExit(f"--out {options.out}: {free:,} bytes are free, {purpose}; give another folder")
     return options
 
 
@@ -130,8 +130,10 @@ def result_bytes(options: argparse.Namespace) -> tuple[int, str]:
     made = len(list(folder.glob("global_step*")))
     # One more than stays is there while it is written.
     count = max(min(options.steps // options.save_every, KEPT + 1) - made, 0) if options.save_every else 0
-    told = f"the model takes {model:,}"
-    return model + count * each, told + (f" and {count} checkpoints of --save-every {each:,} each" if count else "")
+    purpose = f"the model takes {model:,}"
+    if count:
+        purpose += f" and {count} checkpoints of --save-every {each:,} each"
+    return model + count * each, purpose
 
 
 def numel_of(file: Path) -> int:
@@ -307,8 +309,10 @@ def run(options: argparse.Namespace) -> float:
     finally:
         engine.close()
     if engine.global_rank == 0:
-        told = f"loss {loss:.3f}" if loss == loss else f"step {engine.global_steps} was reached before, none was taken"
-        print(f"{told}; the model is in {options.out}")
+        outcome = f"loss {loss:.3f}"
+        if loss != loss:
+            outcome = f"step {engine.global_steps} was reached before, none was taken"
+        print(f"{outcome}; the model is in {options.out}")
     return loss
 
 
@@ -319,16 +323,16 @@ def main(arguments: list[str] | None = None) -> float:
         options.out.mkdir(parents=True, exist_ok=True)
         return run(options)
     except (ConfigError, BudgetError, OSError) as error:
-        told = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         if getattr(error, "errno", None) == errno.ENOSPC:
-            told += f"; --out needs room: {result_bytes(options)[1]}"
-        raise SystemExit(f"finetune.py: {told}") from None
+            message += f"; --out needs room: {result_bytes(options)[1]}"
+        raise SystemExit(f"finetune.py: {message}") from None
     except KeyboardInterrupt:
         saved = sorted((options.out / "checkpoints").glob("global_step*"))
-        told = (
+        advice = (
             "the same command goes on from its newest checkpoint" if saved else "nothing is kept without --save-every"
         )
-        print(f"interrupted; {told}", file=sys.stderr)
+        print(f"interrupted; {advice}", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
         with suppress(OSError):  # not empty: there is a result

@@ -34,8 +34,8 @@ def fit(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -
         fewer = f"{params / 1e6:.1f}M parameters in the place of {options.params / 1e6:.0f}M"
         if sequence < options.sequence:
             fewer += f", sequences of {sequence} bytes in the place of {options.sequence}"
-        told = f"this machine is too slow for {STEPS_USEFUL} steps in {options.seconds:.0f} s: {fewer}"
-        print(f"{told} (--params, --sequence and --seconds say otherwise)")
+        message = f"this machine is too slow for {STEPS_USEFUL} steps in {options.seconds:.0f} s: {fewer}"
+        print(f"{message} (--params, --sequence and --seconds say otherwise)")
         options.params, options.sequence = params, sequence
 
 

@@ -267,7 +267,7 @@ def released(engine: Any) -> bool:
 
 
 def movers() -> int:
-    return sum(thread.name == "zero-mover" for thread in threading.enumerate())
+    return sum(thread.name == "zero-io-loop" for thread in threading.enumerate())
 
 
 def descriptors() -> int:

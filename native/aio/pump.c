@@ -2,7 +2,7 @@
  *
  * Each round: exchange requests and completions with the callers, start chunks while slots are free,
  * submit them to the kernel in one batch, sleep until an event arrives, settle the transfers that ended.
- * Requests are served in the order of their arrival, chunk after chunk: so the first of several records
+ * Requests are served in the order of their arrival, chunk after chunk: so the first of several requests
  * is complete first, and its update can begin while the others are still being read. */
 #include <errno.h>
 #include <fcntl.h>

@@ -32,7 +32,7 @@ typedef struct {
 
 /* The states of a run of elements: pointers to the first one. Rounding to bf16 uses the hash of `counter` + element. */
 typedef struct {
-  void *planes[ZN_PLANES];
+  void *states[ZN_STATES];
   int32_t bf16;
   uint32_t counter;
 } zn_states_run;
@@ -64,7 +64,7 @@ enum { ZN_REDUCE_SAME = 0, ZN_REDUCE_WIDE = 1, ZN_REDUCE_ADD = 2, ZN_REDUCES = 3
 typedef struct {
   const char *name;
   int (*supported)(void);
-  zn_update_kernel *update[ZN_RULES][1 << ZN_PLANES];          /* [rule][which states there are] */
+  zn_update_kernel *update[ZN_RULES][1 << ZN_STATES];          /* [rule][which states there are] */
   zn_block_load_kernel *block_load;
   zn_block_store_kernel *block_store;
   zn_cast_kernel *cast[ZN_DTYPES][ZN_DTYPES];                  /* [out][in] */

@@ -8,7 +8,7 @@ typedef struct {
   const zn_cpu_kernels *kernels;
   zn_update_kernel *update;
   zn_update_arrays arrays;
-  void *planes[ZN_PLANES];   /* states, or NULL */
+  void *states[ZN_STATES];   /* states, or NULL */
   const zn_moments *moments; /* for Adam; else NULL */
   const zn_segment *segments;
   int64_t segment_count;
@@ -27,7 +27,7 @@ static void update_in_place(const zn_update_call *call, int64_t begin, int64_t e
     int64_t from = larger(segment->begin, begin), to = smaller(segment->end, end);
     if (segment->skip || from >= to) continue;
     zn_states_run run = {.bf16 = bf16, .counter = rounds ? zn_counter(moments->origin + from, moments->step) : 0};
-    for (int p = 0; p < ZN_PLANES; p++) run.planes[p] = (char *)call->planes[p] + from * (bf16 ? 2 : 4);
+    for (int p = 0; p < ZN_STATES; p++) run.states[p] = (char *)call->states[p] + from * (bf16 ? 2 : 4);
     call->update(&call->arrays, run, segment, from, to);
   }
 }
@@ -45,7 +45,7 @@ static void update_block(const zn_update_call *call, const zn_segment *segment, 
     if (!loaded) call->kernels->block_load(exp_avg, exp_avg_sq, moments, block);
     loaded = 1;
     zn_states_run run = {
-        .planes = {exp_avg + (from - begin), exp_avg_sq + (from - begin)},
+        .states = {exp_avg + (from - begin), exp_avg_sq + (from - begin)},
         .counter = zn_counter(moments->origin + from, moments->step),
     };
     call->update(&call->arrays, run, segment, from, to);
@@ -122,7 +122,7 @@ int32_t zn_cpu_adamw(void *weight, int32_t weight_dtype, void *master, int32_t m
   if (!moments_valid(moments)) return -EINVAL;
   zn_update_call call = {
       .arrays = {0, grad_dtype, weight, master, grad, grad_scale},
-      .planes = {moments->exp_avg, moments->exp_avg_sq},
+      .states = {moments->exp_avg, moments->exp_avg_sq},
       .moments = moments,
       .segments = segments,
       .segment_count = segment_count,
@@ -131,16 +131,16 @@ int32_t zn_cpu_adamw(void *weight, int32_t weight_dtype, void *master, int32_t m
 }
 
 int32_t zn_cpu_update(int32_t rule, void *weight, int32_t weight_dtype, void *master, int32_t master_f32,
-                      float *const *planes, const void *grad, int32_t grad_dtype, int64_t numel,
+                      float *const *states, const void *grad, int32_t grad_dtype, int64_t numel,
                       const zn_segment *segments, int64_t segment_count, float grad_scale, int32_t threads) {
-  if (rule <= ZN_ADAM || rule >= ZN_RULES || !planes || numel < 0) return -EINVAL;
+  if (rule <= ZN_ADAM || rule >= ZN_RULES || !states || numel < 0) return -EINVAL;
   zn_update_call call = {
       .arrays = {0, grad_dtype, weight, master, grad, grad_scale},
-      .planes = {planes[0], planes[1], planes[2]},
+      .states = {states[0], states[1], states[2]},
       .segments = segments,
       .segment_count = segment_count,
   };
-  int present = (planes[0] != NULL) | (planes[1] != NULL) << 1 | (planes[2] != NULL) << 2;
+  int present = (states[0] != NULL) | (states[1] != NULL) << 1 | (states[2] != NULL) << 2;
   return update(&call, rule, present, weight_dtype, master_f32, numel, threads);
 }
 

@@ -17,7 +17,7 @@ enum Master { IN_WEIGHT, SPLIT, BESIDE_BF16, BESIDE_F16, ROUNDED };
 struct Arrays {
   void *weight, *master;
   int32_t rule, present;   /* the optimizer, and a bit for each of its states */
-  void *planes[ZN_PLANES]; /* kernels take 8-bit codes from `moments` instead */
+  void *states[ZN_STATES]; /* kernels take 8-bit codes from `moments` instead */
   zn_moments moments;      /* Adam's */
   const void *grad;
   float grad_scale;
@@ -94,14 +94,14 @@ __device__ void store_masters(const Arrays &a, int64_t i, const float (&w)[WIDTH
 /* Update WIDTH elements from `i` on; their states are in registers. */
 template <int MASTER, int GRAD_DTYPE, int WIDTH>
 __device__ void update(const Arrays &a, int rule, int present, const zn_segment &s, int64_t i,
-                       float (&states)[ZN_PLANES][WIDTH]) {
+                       float (&states)[ZN_STATES][WIDTH]) {
   float w[WIDTH], g[WIDTH];
   load_masters<MASTER>(w, a, i);
   load<GRAD_DTYPE>(g, a.grad, i);
   for (int k = 0; k < WIDTH; k++) {
     const float scaled = __fmul_rn(g[k], a.grad_scale);
     update_one(rule, present, &s, &w[k], scaled, &states[0][k], &states[1][k], &states[2][k]);
-    for (int p = 0; p < ZN_PLANES; p++) states[p][k] = __uint_as_float(zn_canonical_bits(states[p][k]));
+    for (int p = 0; p < ZN_STATES; p++) states[p][k] = __uint_as_float(zn_canonical_bits(states[p][k]));
   }
   store_masters<MASTER>(a, i, w);
 }
@@ -111,22 +111,22 @@ __device__ void update(const Arrays &a, int rule, int present, const zn_segment 
 template <bool ADAM, int MASTER, int GRAD_DTYPE, int STATE_DTYPE, int WIDTH>
 __device__ void update_in_place(const Arrays &a, const zn_segment &s, int64_t i) {
   const int rule = ADAM ? (int)ZN_ADAM : a.rule, present = ADAM ? 3 : a.present;
-  float states[ZN_PLANES][WIDTH] = {};
-  for (int p = 0; p < ZN_PLANES; p++) {
-    if (present >> p & 1) load<STATE_DTYPE>(states[p], a.planes[p], i);
+  float states[ZN_STATES][WIDTH] = {};
+  for (int p = 0; p < ZN_STATES; p++) {
+    if (present >> p & 1) load<STATE_DTYPE>(states[p], a.states[p], i);
   }
   update<MASTER, GRAD_DTYPE>(a, rule, present, s, i, states);
-  for (int p = 0; p < ZN_PLANES; p++) {
+  for (int p = 0; p < ZN_STATES; p++) {
     if (!(present >> p & 1)) continue;
     if (STATE_DTYPE == ZN_F32) {
-      store<ZN_F32>(a.planes[p], i, states[p]);
+      store<ZN_F32>(a.states[p], i, states[p]);
     } else {
       Run<uint16_t, WIDTH> run;
       for (int k = 0; k < WIDTH; k++) {
         const uint32_t noise = zn_noise_at(a.moments, i + k);
         run.at[k] = zn_round_bf16(states[p][k], p == 0 ? noise & 0xFFFFu : noise >> 16);
       }
-      run_at<uint16_t, WIDTH>(a.planes[p], i) = run;
+      run_at<uint16_t, WIDTH>(a.states[p], i) = run;
     }
   }
 }
@@ -175,7 +175,7 @@ __global__ void blocks_kernel(Arrays arrays, const zn_segment *segments, int64_t
     while (k < segment_count && segments[k].end <= i) k++;
     const bool mine = k < segment_count && segments[k].begin <= i && !segments[k].skip;
     if (!__syncthreads_or(mine)) continue; /* no bit may change */
-    float states[ZN_PLANES][1] = {};
+    float states[ZN_STATES][1] = {};
     zn_block_load(states[0][0], states[1][0], arrays.moments, block);
     if (mine) update<MASTER, GRAD_DTYPE>(arrays, ZN_ADAM, 3, segments[k], i, states);
     zn_block_store(arrays.moments, states[0][0], states[1][0], block, zn_noise_at(arrays.moments, i));
@@ -235,7 +235,7 @@ int32_t start(Arrays &arrays, int32_t weight_dtype, int32_t master_f32, int32_t 
   if (segment_count == 0 || numel == 0) return 0;
   if (!arrays.weight || !arrays.grad || !segments) return -EINVAL;
   uintptr_t address = (uintptr_t)arrays.weight | (uintptr_t)arrays.master | (uintptr_t)arrays.grad;
-  for (const void *plane : arrays.planes) address |= (uintptr_t)plane;
+  for (const void *state : arrays.states) address |= (uintptr_t)state;
   arrays.aligned = address % (WIDE * sizeof(float)) == 0;
   const cudaStream_t on = (cudaStream_t)stream;
   if (weight_dtype == ZN_F32) return launch<IN_WEIGHT>(arrays, grad_dtype, segments, segment_count, on);
@@ -257,11 +257,11 @@ int32_t zn_cuda_adamw(void *weight, int32_t weight_dtype, void *master, int32_t 
 }
 
 int32_t zn_cuda_update(int32_t rule, void *weight, int32_t weight_dtype, void *master, int32_t master_f32,
-                       float *const *planes, const void *grad, int32_t grad_dtype, int64_t numel,
+                       float *const *states, const void *grad, int32_t grad_dtype, int64_t numel,
                        const zn_segment *segments, int64_t segment_count, float grad_scale, void *stream) {
-  if (rule <= ZN_ADAM || rule >= ZN_RULES || !planes || numel < 0) return -EINVAL;
-  const int32_t present = (planes[0] != nullptr) | (planes[1] != nullptr) << 1 | (planes[2] != nullptr) << 2;
-  Arrays arrays = {weight, master, rule, present, {planes[0], planes[1], planes[2]}, {}, grad, grad_scale, false};
+  if (rule <= ZN_ADAM || rule >= ZN_RULES || !states || numel < 0) return -EINVAL;
+  const int32_t present = (states[0] != nullptr) | (states[1] != nullptr) << 1 | (states[2] != nullptr) << 2;
+  Arrays arrays = {weight, master, rule, present, {states[0], states[1], states[2]}, {}, grad, grad_scale, false};
   return start(arrays, weight_dtype, master_f32, grad_dtype, numel, segments, segment_count, stream);
 }
 

@@ -184,7 +184,7 @@ enum {
 };
 
 /* The most states of a rule. */
-enum { ZN_PLANES = 3 };
+enum { ZN_STATES = 3 };
 
 /* Flags of a segment for SGD: its momentum_buffer begins with this update; nesterov. */
 enum { ZN_FIRST = 1, ZN_NESTEROV = 2 };
@@ -269,7 +269,7 @@ int32_t zn_cpu_adamw(void *weight, int32_t weight_dtype, void *master, int32_t m
                      const zn_segment *segments, int64_t segment_count, float grad_scale,
                      int32_t threads);
 
-/* As zn_cpu_adamw, for the other optimizers: `planes` are ZN_PLANES states of `numel` elements, fp32, NULL for a
+/* As zn_cpu_adamw, for the other optimizers: `states` are ZN_STATES arrays of `numel` elements, fp32, NULL for a
  * missing state. Results equal torch's, bit for bit, on machines where torch uses fused multiply-adds: fma(x, y, z) is
  * x * y + z rounded once.
  *
@@ -285,9 +285,9 @@ int32_t zn_cpu_adamw(void *weight, int32_t weight_dtype, void *master, int32_t m
  *            b = b * beta1 + g / (sqrt(u) + eps)   w = fma(-step_size, b, w)   with a momentum_buffer, else
  *            w = w - step_size * g / (sqrt(u) + eps)
  *
- * -EINVAL also for Adam (use zn_cpu_adamw), for planes that the rule does not have, and for missing ones. */
+ * -EINVAL also for Adam (use zn_cpu_adamw), for states that the rule does not have, and for missing ones. */
 int32_t zn_cpu_update(int32_t rule, void *weight, int32_t weight_dtype, void *master, int32_t master_f32,
-                      float *const *planes, const void *grad, int32_t grad_dtype, int64_t numel,
+                      float *const *states, const void *grad, int32_t grad_dtype, int64_t numel,
                       const zn_segment *segments, int64_t segment_count, float grad_scale, int32_t threads);
 
 /* Convert moments to fp32, and fp32 to moments. Storing rounds to nearest, so that it restores loaded values bit
@@ -356,13 +356,13 @@ int32_t zn_cuda_poison_map(void **out, int64_t nbytes, int32_t device);
 int32_t zn_cuda_poison_unmap(void *ptr, int64_t nbytes, int32_t device);
 
 /* The same bits as the CPU functions of the same name. `segments` is a device pointer (and therefore not
- * checked); `moments` and `planes` are host pointers to device pointers. */
+ * checked); `moments` and `states` are host pointers to device pointers. */
 int32_t zn_cuda_adamw(void *weight, int32_t weight_dtype, void *master, int32_t master_f32,
                       const zn_moments *moments, const void *grad, int32_t grad_dtype,
                       const zn_segment *segments, int64_t segment_count, float grad_scale,
                       void *stream);
 int32_t zn_cuda_update(int32_t rule, void *weight, int32_t weight_dtype, void *master, int32_t master_f32,
-                       float *const *planes, const void *grad, int32_t grad_dtype, int64_t numel,
+                       float *const *states, const void *grad, int32_t grad_dtype, int64_t numel,
                        const zn_segment *segments, int64_t segment_count, float grad_scale, void *stream);
 int32_t zn_cuda_moments_load(float *exp_avg, float *exp_avg_sq, const zn_moments *moments,
                              void *stream);

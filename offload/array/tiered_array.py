@@ -180,7 +180,7 @@ class TieredArray:
         for home, lo, hi in self._pieces(begin, end):
             if (lo, hi) != (home.begin, home.end):
                 raise StateError(
-                    f"tiered array {self.name}: [{lo:,}, {hi:,}) is a part of the record "
+                    f"tiered array {self.name}: [{lo:,}, {hi:,}) is a part of the optimizer state "
                     f"[{home.begin:,}, {home.end:,}), which moves as a whole"
                 )
             total += self._width(hi - lo)
@@ -269,7 +269,7 @@ class TieredArray:
         """The disk that holds an optimizer state, and where the state begins in the swap space."""
         home = self._home_at(begin)
         if self._disk is None or home.memory is not None or (begin, end) != (home.begin, home.end):
-            raise StateError(f"tiered array {self.name}: [{begin:,}, {end:,}) is not a record in swap space")
+            raise StateError(f"tiered array {self.name}: [{begin:,}, {end:,}) is not an optimizer state in swap space")
         return self._disk, self._offset_of(home)
 
     def _offset_of(self, home: Home) -> int:

@@ -92,7 +92,7 @@ class IoLoop:
         self.exposed_wait = Stopwatch()
         self._timeline = timeline or Timeline()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="zero-mover", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="zero-io-loop", daemon=True)
         try:
             self._thread.start()
         except BaseException:  # a limit of processes
@@ -126,7 +126,7 @@ class IoLoop:
                 raise StateError(f"{what}: the engine is closed")
             if self._failure is not None:
                 raise StateError(
-                    f"{what}: the mover thread could not start: {type(self._failure).__name__}: {self._failure}"
+                    f"{what}: the I/O loop's thread could not start: {type(self._failure).__name__}: {self._failure}"
                 ) from self._failure
         except StateError:
             job.close()
@@ -220,7 +220,7 @@ class IoLoop:
 
     def _check_other_thread(self, what: str) -> None:
         if self.is_current_thread():
-            raise StateError(f"{what}: the mover thread cannot wait for itself")
+            raise StateError(f"{what}: the I/O loop's thread cannot wait for itself")
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -122,7 +122,7 @@ def update(
         )
     ffi = backend.native.ffi
     pointers = [ffi.NULL if state is None else backend.pointer(state, "float *") for state in states]
-    pointers += [ffi.NULL] * (backend.native.lib.ZN_PLANES - len(pointers))
+    pointers += [ffi.NULL] * (backend.native.lib.ZN_STATES - len(pointers))
     operands = (
         *backend.masters(weight, master),
         ffi.new("float *[]", pointers),

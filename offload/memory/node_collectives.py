@@ -51,7 +51,7 @@ class NodeCollectives:
     ) -> None:
         if len(memories) != board.count or not 0 <= shard[0] < shard[1]:
             raise StateError(
-                f"exchange of {board.count} peers: got {len(memories)} regions, and slice {shard[0]} of {shard[1]}"
+                f"collectives of {board.count} peers: got {len(memories)} memories, and shard {shard[0]} of {shard[1]}"
             )
         self._board, self._memories, self._shard = board, tuple(memories), shard
         self._deadline_seconds, self._check = deadline_seconds, check
@@ -202,7 +202,7 @@ class NodeCollectives:
             if offers[board.index][0] == awaited and diverging:
                 self._raise_divergence(awaited, offers, diverging)
             ends = {peer: f"stopped in collective {numbers[peer]}" for peer in failed}
-            ends |= {peer: "has closed its exchange" for peer in failed if numbers[peer] == LEFT}
+            ends |= {peer: "has closed its collectives" for peer in failed if numbers[peer] == LEFT}
             names = ", ".join(f"{self._board.peer_name(peer)} {ends[peer]}" for peer in failed)
             raise PeerError(f"{names}; see the error of that peer", failed)
 

@@ -66,7 +66,7 @@ class LinearPool:
         self.nbytes, self.of_device, self.is_on_host = nbytes, of_device, False
         self._device, self._is_shared = device, shared is not None
         self._allocated_bytes = 0
-        _check_room(f"region of {nbytes:,} bytes", nbytes, shared)
+        _check_room(f"pool of {nbytes:,} bytes", nbytes, shared)
         self._data: torch.Tensor | None = _allocate(nbytes, device, prefault=False, shared=shared)
         self._unpin = pin(self._data) if pinned and device.type == "cpu" else None
         _open_pools.add(self)
@@ -75,7 +75,7 @@ class LinearPool:
         """The next `nbytes` as a uint8 tensor with a storage of its own. Raises BudgetError: the pool is used up."""
         if self._data is None or self._allocated_bytes + nbytes > self.nbytes:
             raise BudgetError(
-                f"region of {self.nbytes:,} bytes: {nbytes:,} more do not fit after {self._allocated_bytes:,}"
+                f"pool of {self.nbytes:,} bytes: {nbytes:,} more do not fit after {self._allocated_bytes:,}"
             )
         begin = self._allocated_bytes
         self._allocated_bytes += nbytes
@@ -129,7 +129,7 @@ class LinearPool:
     def _move(self, device: torch.device, *, pinned: bool, to_host: bool) -> Relocate:
         old = self._data
         if old is None or not self.is_movable:
-            raise StateError(f"region of {self.nbytes:,} bytes: it cannot be moved, because it is closed or shared")
+            raise StateError(f"pool of {self.nbytes:,} bytes: it cannot be moved, because it is closed or shared")
         new = _allocate(self.nbytes, device, prefault=False)
         unpin = pin(new) if pinned else None
         new.copy_(old)
@@ -350,7 +350,7 @@ class BlockPool:
         self._registrations = ExitStack()  # Of the memory with the device and the kernel; closed before it is freed.
         self._shared = shared
         self._extents = ExtentAllocator(align_up(nbytes, PAGE_BYTES))
-        _check_room(f"the {name} arena", self._extents.capacity_bytes, shared)
+        _check_room(f"the {name} pool", self._extents.capacity_bytes, shared)
         self._data: torch.Tensor | None = None
         self._closed = False
         # (first byte, end, event): freed, but in use by the device until the event.
@@ -374,7 +374,7 @@ class BlockPool:
         if nbytes == 0:
             return Block(self, -1, torch.empty(0, dtype=torch.uint8, device="cpu"))
         if self._closed:
-            raise StateError(f"the {self.name} arena is closed")
+            raise StateError(f"the {self.name} pool is closed")
         offset = self._extents.allocate(nbytes)
         if offset is None:
             return None
@@ -393,7 +393,7 @@ class BlockPool:
         block = self.try_allocate(nbytes)
         if block is None:
             raise BudgetError(
-                f"{what}: needs {nbytes:,} contiguous bytes of the {self.name} arena; the largest free block has "
+                f"{what}: needs {nbytes:,} contiguous bytes of the {self.name} pool; the largest free block has "
                 f"{self._extents.largest_free_bytes:,} of {self._extents.free_bytes:,} free bytes and "
                 f"{self.capacity_bytes:,} in total; raise {self._knob}"
             )
@@ -422,7 +422,7 @@ class BlockPool:
         Raises StateError: a block is allocated.
         """
         if self.used_bytes:
-            raise StateError(f"the {self.name} arena cannot be freed: {self.used_bytes:,} bytes are in use")
+            raise StateError(f"the {self.name} pool cannot be freed: {self.used_bytes:,} bytes are in use")
         if self.reserved_bytes:
             self._registrations.close()  # before the memory may be freed
             self._data, self._freed_in_use = None, []

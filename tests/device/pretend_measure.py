@@ -90,7 +90,7 @@ def measured(label: str, folder: Path) -> dict[str, Any]:
     engine.synchronize()
     pretend.settle()
     found["held_bytes"] = pretend.statistics().requested_bytes - before.requested_bytes
-    passing = sum(row.nbytes for row in engine.plan.rows if row.plane == WHOLE_PARAMETER_ROW)
+    passing = sum(row.nbytes for row in engine.plan.rows if row.array == WHOLE_PARAMETER_ROW)
     found["planned_bytes"] = engine.plan.tier_bytes("device") - passing
     engine.close()
     del engine

@@ -96,7 +96,7 @@ def test_a_lease_that_does_not_fit_says_what_is_free_and_which_knob_to_turn() ->
     with pytest.raises(BudgetError) as caught:
         arena.allocate(3 * PAGE_BYTES, "unit layers.7")
     assert str(caught.value) == (
-        "unit layers.7: needs 12,288 contiguous bytes of the test arena; the largest free block has 8,192 of 16,384 "
+        "unit layers.7: needs 12,288 contiguous bytes of the test pool; the largest free block has 8,192 of 16,384 "
         "free bytes and 40,960 in total; raise memory_budget.test"
     )
     assert arena.used_bytes == 6 * PAGE_BYTES
@@ -241,7 +241,7 @@ def test_a_closed_arena_leases_nothing_and_takes_back_what_is_out() -> None:
     block = arena.allocate(1, "out")
     arena.close()
     arena.close()
-    with pytest.raises(StateError, match="test arena is closed"):
+    with pytest.raises(StateError, match="test pool is closed"):
         arena.allocate(1, "late")
     block.free()
     assert arena.used_bytes == 0

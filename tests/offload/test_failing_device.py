@@ -200,7 +200,7 @@ def test_a_mover_that_could_not_begin_says_so_to_whoever_hands_it_a_job(monkeypa
 
     mover = IoLoop(initializer=enter)
     for give in (mover.submit, mover.run):
-        with pytest.raises(StateError, match="a job: the mover thread could not start: RuntimeError: CUDA") as caught:
+        with pytest.raises(StateError, match="I/O loop's thread could not start: RuntimeError: CUDA") as caught:
             give("a job", job())
         assert str(caught.value.__cause__) == ERROR
     mover.close()

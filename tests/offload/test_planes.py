@@ -258,7 +258,7 @@ def test_a_part_of_a_record_is_read_and_written_alone_and_only_on_the_disk() -> 
     assert torch.equal(into, truth[15:27]) and torch.equal(bench.read(0, 50), truth)
     assert bench.disk.traffic.write_bytes - before == 12
     for begin, end in ((0, 10), (10, 39), (40, 50)):
-        with pytest.raises(StateError, match=r"weights: .* is not a record in swap space"):
+        with pytest.raises(StateError, match=r"weights: .* is not an optimizer state in swap space"):
             asyncio.run(bench.plane.write_part(begin, end, 0, into))
 
 

@@ -388,7 +388,7 @@ def test_an_exchange_has_a_region_for_each_peer_and_a_slice_that_there_is() -> N
     region = SharedHostMemory(NodeBoard.nbytes_for(1, 90), "board")
     board = NodeBoard(0, 1, 90, region)
     for regions, part in (([region] * 2, (0, 1)), ([region], (1, 1)), ([region], (-1, 1))):
-        with pytest.raises(StateError, match=r"exchange of 1 peers: got \d regions, and slice -?\d of 1"):
+        with pytest.raises(StateError, match=r"collectives of 1 peers: got \d memories, and shard -?\d of 1"):
             NodeCollectives(board, regions, part, SECONDS)
     board.close()
 

@@ -204,9 +204,9 @@ def test_blocks_of_a_region_are_read_and_written_in_place_and_can_be_registered(
 
 def test_an_arena_or_a_plane_that_is_larger_than_its_region_is_refused() -> None:
     region = SharedHostMemory(2 * PAGE, "test")
-    with pytest.raises(BudgetError, match="the gradients arena: 12,288 bytes do not fit the shared memory of 8,192"):
+    with pytest.raises(BudgetError, match="the gradients pool: 12,288 bytes do not fit the shared memory of 8,192"):
         BlockPool("gradients", 3 * PAGE, "knob", CPU, shared=region)
-    with pytest.raises(BudgetError, match=r"region of 8,193 bytes: .* shared memory of 8,192"):
+    with pytest.raises(BudgetError, match=r"pool of 8,193 bytes: .* shared memory of 8,192"):
         LinearPool(2 * PAGE + 1, CPU, shared=region)
     region.close()
 

@@ -204,7 +204,7 @@ async def nothing() -> str:
 def test_a_mover_computes_where_the_thread_that_made_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = on_the_third(monkeypatch)
     mover = IoLoop()
-    assert mover.run("a job", nothing()) == "zero-mover" and chosen == ["zero-mover"]
+    assert mover.run("a job", nothing()) == "zero-io-loop" and chosen == ["zero-io-loop"]
     mover.close()
 
 
@@ -214,7 +214,7 @@ def test_the_mover_of_an_engine_computes_on_its_device(monkeypatch: pytest.Monke
     )
     streams = DeviceStreams(THIRD)
     mover = IoLoop(initializer=streams.enter_io_thread)
-    assert mover.run("a job", nothing()) == "zero-mover" and chosen == ["zero-mover"]
+    assert mover.run("a job", nothing()) == "zero-io-loop" and chosen == ["zero-io-loop"]
     mover.close()
     streams.close()
 

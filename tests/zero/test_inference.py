@@ -79,11 +79,11 @@ def test_forward_and_generate_equal_the_plain_models(tier: str, infer: Open) -> 
 @pytest.mark.parametrize("tier", TIERS)
 def test_nothing_of_training_is_allocated_or_moved(tier: str, infer: Open) -> None:
     engine = infer(logits(), tier)
-    assert {row.plane for row in engine.plan.rows} <= {
-        *("weights", "gathered units", "stand-in for what is away", "arena: records and chunks in flight")
+    assert {row.array for row in engine.plan.rows} <= {
+        *("weights", "gathered units", "stand-in for what is away", "pool: states and chunks in flight")
     }
     weights = sum(unit.nbytes for unit in engine.units)
-    assert sum(row.nbytes for row in engine.plan.rows if row.plane == "weights") == weights
+    assert sum(row.nbytes for row in engine.plan.rows if row.array == "weights") == weights
     assert engine.optimizer is None
     before = engine.statistics()
     for index in range(3):

@@ -226,7 +226,7 @@ def test_what_the_host_updates_where_it_is_is_not_page_locked(
     with lagging_device(monkeypatch):
         engine = open_engine(build("gpt"), make_config(("cpu", "cpu"), nvme_path))
         run_loop(engine)
-        rows = {row.plane: row.nbytes for row in engine.plan.rows if row.tier == "host"}
-        arena, states = rows.pop("arena: records and chunks in flight"), rows.pop("optimizer states")
-        assert states > 0 and sorted(set(locked) - {arena}) == sorted(set(rows.values()))
+        rows = {row.array: row.nbytes for row in engine.plan.rows if row.tier == "host"}
+        pool, states = rows.pop("pool: states and chunks in flight"), rows.pop("optimizer states")
+        assert states > 0 and sorted(set(locked) - {pool}) == sorted(set(rows.values()))
         engine.close()

@@ -217,7 +217,7 @@ def test_the_plan_has_a_row_for_every_tier_in_use_and_a_table_to_print(open_engi
     on_nvme = sum(row.nbytes for row in engine.plan.rows if row.tier == "nvme")
     assert on_nvme >= 12 * trainable, "weight 2, remainder 2, moments 8 bytes a parameter"
     table = engine.plan.table()
-    assert all(row.plane in table for row in engine.plan.rows)
+    assert all(row.array in table for row in engine.plan.rows)
 
 
 PRINTS = """

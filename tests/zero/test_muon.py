@@ -91,7 +91,7 @@ def test_records_of_matrices_have_one_state(open_engine: Open, nvme_path: Path) 
         zero = {"stage3_param_persistence_threshold": 0}
         engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path, optimizer=block, zero=zero))
         sizes[kind] = next(
-            row.nbytes for row in engine.plan.rows if (row.tier, row.plane) == ("nvme", "optimizer states")
+            row.nbytes for row in engine.plan.rows if (row.tier, row.array) == ("nvme", "optimizer states")
         )
         if kind == "muon":
             layout = layout_of(engine)

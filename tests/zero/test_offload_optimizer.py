@@ -100,7 +100,7 @@ def test_states_are_on_the_tier_that_was_asked_for(nvme_path: Path) -> None:
             written = storage.disk.traffic.write_bytes if storage.disk else 0
             records = sum(plane.numel * 8 for plane in storage.state_arrays)
             assert (written >= records) == (device == "nvme")
-            rows = {(row.tier, row.plane) for row in ours.plans[0].rows}
+            rows = {(row.tier, row.array) for row in ours.plans[0].rows}
             assert ({"cpu": "host", "nvme": "nvme"}[device], "optimizer states") in rows
         assert os.listdir(nvme_path) == []
 

@@ -255,7 +255,7 @@ def test_the_plan_has_room_for_as_many_states_as_there_are(
 ) -> None:
     for bf16 in (False, True):
         engine, _ = opened(open_engine, nvme_path, name, ("cpu", "nvme"), "in the config", bf16=bf16)
-        told = sum(row.nbytes for row in engine.plan.rows if row.plane == "optimizer states")
+        told = sum(row.nbytes for row in engine.plan.rows if row.array == "optimizer states")
         numel = sum(unit.numel for unit in engine.units)
         assert told == numel * (4 * planes + 2 * bf16)
         assert step_traffic(engine.plan, layout_of(engine), on_gpu=False).nvme_write_bytes == told

@@ -119,7 +119,7 @@ def layout_bytes(layout: Layout) -> int:
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_rows_add_up_to_what_each_tier_holds(param: str, states: str, accumulation: int) -> None:
     plan = Wish(pair=(param, states), accumulation=accumulation).plan()
-    rows = {(row.tier, row.plane): row.nbytes for row in plan.rows}
+    rows = {(row.tier, row.array): row.nbytes for row in plan.rows}
     assert len(rows) == len(plan.rows) and all(nbytes > 0 for nbytes in rows.values())
     home = {"none": DEVICE, "cpu": HOST, "nvme": NVME}
     numel = sum(unit.shard_numel for unit in LAYOUT.units)
@@ -136,7 +136,7 @@ def test_rows_add_up_to_what_each_tier_holds(param: str, states: str, accumulati
 def test_fp32_states_have_no_remainder() -> None:
     layout = layout_of(40_000, 120_000, dtype=torch.float32)
     plan = Wish(layout=layout).plan()
-    rows = {(row.tier, row.plane): row.nbytes for row in plan.rows}
+    rows = {(row.tier, row.array): row.nbytes for row in plan.rows}
     assert rows[NVME, "optimizer states"] == 8 * layout.numel and rows[NVME, "weights"] == 4 * layout.numel
 
 
@@ -145,7 +145,7 @@ def test_the_table_prints_every_row_and_every_total(pair: tuple[str, str]) -> No
     plan = Wish(pair=pair).plan()
     lines = plan.table().splitlines()
     for row in plan.rows:
-        assert any(row.tier in line and row.plane in line and f"{row.nbytes:,}" in line for line in lines), row
+        assert any(row.tier in line and row.array in line and f"{row.nbytes:,}" in line for line in lines), row
     for tier in (DEVICE, HOST, NVME):
         assert any(tier in line and "total" in line and f"{plan.tier_bytes(tier):,}" in line for line in lines)
 
@@ -156,7 +156,7 @@ def test_without_a_budget_nvme_has_no_cache(states: str) -> None:
     assert set(plan.weight_tiers.values()) == {NVME}
     if states == "nvme":
         assert set(plan.state_tiers) == {NVME}
-    host = {row.plane for row in plan.rows if row.tier == HOST}
+    host = {row.array for row in plan.rows if row.tier == HOST}
     assert "weights" not in host
 
 
@@ -371,7 +371,7 @@ def test_gradients_go_to_nvme_as_far_as_the_host_is_short(pair: tuple[str, str],
     roomy = wish.plan()
     assert set(roomy.gradient_tiers.values()) == {HOST} and not roomy.is_host_bounded
     need = roomy.tier_bytes(HOST) + (roomy.tier_bytes(DEVICE) if device == CPU else 0)
-    gradients = sum(row.nbytes for row in roomy.rows if (row.tier, row.plane) == (HOST, "gradients"))
+    gradients = sum(row.nbytes for row in roomy.rows if (row.tier, row.array) == (HOST, "gradients"))
     spilled = []
     for lacking in range(1, gradients // 10 * 9, gradients // 10):
         machine = replace(MACHINE, available_bytes=int((need - lacking) / AUTO_SHARE))
@@ -379,7 +379,7 @@ def test_gradients_go_to_nvme_as_far_as_the_host_is_short(pair: tuple[str, str],
         assert plan.is_host_bounded or device == CPU, (
             "what passes through the device is host memory there, and goes first"
         )
-        spilled.append(sum(row.nbytes for row in plan.rows if (row.tier, row.plane) == (NVME, "gradients")))
+        spilled.append(sum(row.nbytes for row in plan.rows if (row.tier, row.array) == (NVME, "gradients")))
         kept = {plan.weight_tiers[unit.index] for unit in LARGE.units}
         assert kept == set(roomy.weight_tiers.values()), "weights are cached by a budget, not by a shortage"
     assert spilled == sorted(spilled) and 0 < spilled[-1] <= gradients and (device == CPU or spilled[0])
@@ -433,7 +433,7 @@ def test_memory_that_may_not_be_lockable_is_noted_where_it_must_be_locked() -> N
     for calm in (Wish(device=CUDA, machine=replace(MACHINE, memlock_bytes=host)), Wish(device=CPU, machine=tight)):
         assert not any("RLIMIT_MEMLOCK" in note for note in calm.plan().notes)
     on_host = Wish(("cpu", "cpu"), device=CUDA)
-    states = sum(row.nbytes for row in on_host.plan().rows if (row.tier, row.plane) == (HOST, "optimizer states"))
+    states = sum(row.nbytes for row in on_host.plan().rows if (row.tier, row.array) == (HOST, "optimizer states"))
     pinned = on_host.plan().tier_bytes(HOST) - states  # the host updates states where they are
     assert states > 0 and pinned > 0
     for limit, noted in ((pinned - 1, True), (pinned, False)):

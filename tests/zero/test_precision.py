@@ -162,7 +162,7 @@ def test_masters_take_four_bytes_more_than_the_weights(open_engine: Open, nvme_p
         "fp16": fp16(("nvme", "nvme"), nvme_path),
     }.items():
         engine = open_engine(build("gpt"), config)
-        totals[name] = {row.plane: row.nbytes for row in engine.plan.rows if row.tier == "nvme"}
+        totals[name] = {row.array: row.nbytes for row in engine.plan.rows if row.tier == "nvme"}
         numel = sum(unit.numel for unit in engine.units)
     assert totals["bf16"] == {"weights": 2 * numel, "optimizer states": 10 * numel}
     assert totals["fp16"] == {"weights": 2 * numel, "optimizer states": 12 * numel}
@@ -288,7 +288,7 @@ def test_gradients_are_added_up_in_16_bits_where_the_configuration_says_so(
             trainer.step()
     assert engine.get_global_grad_norm() == reference.norms[-1]
     assert unequal(engine, reference) == []
-    rows = {(row.tier, row.plane): row.nbytes for row in engine.plan.rows}
+    rows = {(row.tier, row.array): row.nbytes for row in engine.plan.rows}
     held = sum(nbytes for (_, plane), nbytes in rows.items() if plane == "gradients")
     assert held == 2 * sum(unit.numel for unit in engine.units)
 

@@ -292,7 +292,7 @@ def test_frozen_units_have_no_states_and_no_gradients_and_are_never_written(open
     assert sum(unit.numel for unit in frozen) > sum(unit.numel for unit in trained) > 0
     rows = {}
     for row in engine.plan.rows:
-        rows[row.plane] = rows.get(row.plane, 0) + row.nbytes
+        rows[row.array] = rows.get(row.array, 0) + row.nbytes
     numel = sum(unit.numel for unit in trained)
     assert rows["optimizer states"] == numel * (2 + 4 + 4)  # remainder and two moments
     assert rows["gradients"] == numel * 2

@@ -24,7 +24,7 @@ def opened(open_engine: Open, nvme_path: Path, pair: tuple[str, str], ratio: flo
 def state_bytes(engine: Any) -> dict[str, int]:
     found = dict.fromkeys(("device", "host", "nvme"), 0)
     for row in engine.plan.rows:
-        if row.plane == "optimizer states":
+        if row.array == "optimizer states":
             found[row.tier] += row.nbytes
     return found
 

@@ -78,7 +78,7 @@ def test_without_swapping_storages_the_plan_has_room_for_what_is_copied(
         module.register_forward_hook(look)
         module.register_full_backward_hook(look)
     train(engine, 0, 1)
-    (planned,) = (row.nbytes for row in engine.plan.rows if row.plane == "copies of units in use")
+    (planned,) = (row.nbytes for row in engine.plan.rows if row.array == "copies of units in use")
     assert 0 < max(seen) <= planned
 
 

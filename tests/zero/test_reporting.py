@@ -118,7 +118,7 @@ def test_times_of_the_step_are_said_and_kept(
 def test_memory_is_said_after_each_step(open_engine: Open, nvme_path: Path, said: Callable[[str], list[str]]) -> None:
     engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path, memory_breakdown=True))
     train(engine, 0, 1)
-    assert len(said(r"^step=\d, memory \| host arena: .* at most \| resident: .* \| .* at most")) == 2
+    assert len(said(r"^step=\d, memory \| host pool: .* at most \| resident: .* \| .* at most")) == 2
 
 
 def test_the_state_at_the_start_has_each_value_and_its_origin(

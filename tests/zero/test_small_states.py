@@ -135,7 +135,7 @@ def test_parameters_of_any_number_of_dimensions_have_what_the_class_keeps_of_the
 
 def test_the_plan_has_exactly_their_bytes(open_engine: Open, nvme_path: Path) -> None:
     engine, model = opened(open_engine, nvme_path, NVME)
-    rows = {(row.tier, row.plane): row.nbytes for row in engine.plan.rows}
+    rows = {(row.tier, row.array): row.nbytes for row in engine.plan.rows}
     of = sum(sum(p.shape) if p.dim() == 2 else p.numel() for p in model.parameters())
     assert rows["device", "small optimizer states"] == 4 * of
     train(engine, 0, 4, bf16=True)

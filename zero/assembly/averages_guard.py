@@ -11,7 +11,7 @@ REFUSED_CALLS = {
     *("save_checkpoint", "load_checkpoint", "save_snapshot", "load_snapshot"),
     *("optimizer.state_dict", "optimizer.load_state_dict", "optimizer.state", EDIT),
 }
-"""Calls that need the trained weights, or would replace masters or planes that are exchanged or put aside."""
+"""Calls that need the trained weights, or would replace masters or arrays that are swapped or put aside."""
 
 
 class AveragesGuard:
@@ -20,7 +20,7 @@ class AveragesGuard:
     Attributes:
         open_blocks: number of open `averaged_weights()` blocks, one inside the other.
         averaged_groups: sub-groups whose weights are averages.
-        is_swapping: an exchange is running.
+        is_swapping: weights and averages are being swapped.
     """
 
     def __init__(self) -> None:

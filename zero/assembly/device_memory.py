@@ -1,11 +1,11 @@
 """Moves the engine's device memory to the host for a while, and back, bit for bit.
 
-[Note: homes] Device memory is allocated in regions. A region is copied to the host as a whole, and the planes get the
-new addresses of their bytes. The planes stay readable and writable on the host, so a reader of a plane gets the right
-values in either place. A computation on the device needs the region there; the engine brings it back before.
+[Note: homes] Device memory is allocated in pools. A pool of arrays is copied to the host as a whole, and the tiered
+arrays get the new addresses of their bytes. They stay readable and writable on the host, so a reader of an array gets
+the right values in either place. A computation on the device needs the pool there; the engine brings it back before.
 
-[Note: pools] Pools (memory for transfers) hold no values while nothing is in flight, so they are freed and allocated
-again.
+[Note: pools of blocks] They (memory for transfers) hold no values while nothing is in flight, so they are freed and
+allocated again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class OffloadStateTypeEnum(str, Enum):
 
 ALL = frozenset(OffloadStateTypeEnum)
 OPTIMIZER_STATES = frozenset((OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params))
-"""These are stored together in one record."""
+"""These are stored together, as one optimizer state of a sub-group."""
 NEEDED_BY_FORWARD = frozenset((OffloadStateTypeEnum.lp_params,))
 """The states that a forward needs."""
 NEEDED_BY_BACKWARD = ALL - OPTIMIZER_STATES
@@ -123,13 +123,13 @@ class DeviceMemory:
     def device_bytes(self, kinds: Iterable[OffloadStateTypeEnum]) -> int:
         """Bytes of these kinds that are on the device and can be put away."""
         whole = self._storage.unreduced_gradients.allocated_bytes if GRADIENTS in kinds else 0
-        pools = sum(pool.reserved_bytes for _, pool in self._pools_of(kinds))
-        return whole + pools + sum(region.nbytes for region in self._regions(kinds, away=False))
+        block_pools = sum(pool.reserved_bytes for _, pool in self._block_pools(kinds))
+        return whole + block_pools + sum(pool.nbytes for pool in self._array_pools(kinds, away=False))
 
     def devices(self, kind: OffloadStateTypeEnum) -> set[torch.device]:
         """The devices that hold memory of a kind now; NVMe is not among them."""
         found = {memory.device for memory in self._memories(kind) if memory.numel()}
-        return found | {self._storage.device for _, pool in self._pools_of([kind]) if pool.reserved_bytes}
+        return found | {self._storage.device for _, pool in self._block_pools([kind]) if pool.reserved_bytes}
 
     def offload(self, kinds: Iterable[OffloadStateTypeEnum], *, pinned: bool) -> None:
         """Put these kinds away; nothing is in flight, and no unit of moved weights is bound.
@@ -137,8 +137,8 @@ class DeviceMemory:
         Raises BudgetError: the host has no room for them; what has moved comes back when it is needed.
         """
         storage, kinds = self._storage, frozenset(kinds)
-        regions = self._regions(kinds, away=False)
-        self._check_room(regions)
+        array_pools = self._array_pools(kinds, away=False)
+        self._check_room(array_pools)
         self._wait_for_device()
         self.offloaded_kinds |= kinds  # known first, also if an interrupt ends this half way
         storage.are_states_offloaded = bool(self.offloaded_kinds & OPTIMIZER_STATES)
@@ -146,12 +146,12 @@ class DeviceMemory:
         self._unreduced_gradients.update(self._run.parts.gradients.free_pool_memory(drop_unreduced=whole))
         if whole:
             storage.unreduced_gradients.free_unused()
-        for kind, pool in self._pools_of(kinds):
+        for kind, pool in self._block_pools(kinds):
             if pool.reserved_bytes and not pool.used_bytes:
                 self._freed_pools[kind] = pool
                 pool.free_memory()
-        for region in regions:
-            storage.relocate(region.move_to_host(pinned=pinned))
+        for array_pool in array_pools:
+            storage.relocate(array_pool.move_to_host(pinned=pinned))
         empty_cache(storage.device)
         trim_heap()
 
@@ -179,8 +179,8 @@ class DeviceMemory:
         """Raises BudgetError: the device has no room; everything that is not back is still on the host."""
         storage = self._storage
         try:
-            for region in self._regions(kinds, away=True):
-                storage.relocate(region.move_back())
+            for array_pool in self._array_pools(kinds, away=True):
+                storage.relocate(array_pool.move_back())
             for kind in kinds.intersection(self._freed_pools):
                 self._freed_pools[kind].reserve_memory()
                 del self._freed_pools[kind]
@@ -207,10 +207,10 @@ class DeviceMemory:
         self._unreduced_gradients.clear()
         self._freed_pools.clear()
 
-    def _regions(self, kinds: Iterable[OffloadStateTypeEnum], *, away: bool) -> list[LinearPool]:
+    def _array_pools(self, kinds: Iterable[OffloadStateTypeEnum], *, away: bool) -> list[LinearPool]:
         memories = [memory for kind in kinds for memory in self._memories(kind)]
-        regions = [region for region in self._storage.memory_pools if region.is_movable and region.is_on_host == away]
-        return [region for region in regions if any(region.contains(memory) for memory in memories)]
+        pools = [pool for pool in self._storage.memory_pools if pool.is_movable and pool.is_on_host == away]
+        return [pool for pool in pools if any(pool.contains(memory) for memory in memories)]
 
     def _memories(self, kind: OffloadStateTypeEnum) -> list[torch.Tensor]:
         storage, more = self._storage, list[torch.Tensor]()
@@ -222,14 +222,14 @@ class DeviceMemory:
             arrays = list(storage.gradient_arrays) if kind == GRADIENTS else []
         return [home.memory for array in arrays for home in array.homes if home.memory is not None] + more
 
-    def _pools_of(self, kinds: Iterable[OffloadStateTypeEnum]) -> list[tuple[OffloadStateTypeEnum, BlockPool]]:
+    def _block_pools(self, kinds: Iterable[OffloadStateTypeEnum]) -> list[tuple[OffloadStateTypeEnum, BlockPool]]:
         storage = self._storage
         pools = {WEIGHTS: storage.unit_pool, STATES: storage.update_pool, BUFFERS: storage.gradient_pool}
         return [(kind, pools[kind]) for kind in kinds if kind in pools]
 
-    def _check_room(self, regions: list[LinearPool]) -> None:
-        sizes = [region.nbytes for region in regions]
-        # If the device is the host itself, the memory of each region is freed before the next region is copied.
+    def _check_room(self, pools: list[LinearPool]) -> None:
+        sizes = [pool.nbytes for pool in pools]
+        # If the device is the host itself, the memory of each pool is freed before the next pool is copied.
         needed = sum(sizes) if self._storage.device.type != "cpu" else max(sizes, default=0)
         machine = read_machine(self._storage.device)
         if needed > machine.available_bytes:

@@ -1,7 +1,7 @@
 """The parts that an engine builds for its model: the cover, the plan, the storage, and the parts that move data.
 
-An assembly belongs to one state of the module tree. When the tree changes, the engine builds a new assembly from the
-old one and continues with it.
+They belong to one state of the module tree. When the tree changes, the engine builds new parts from the old ones and
+continues with them.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class EngineParts:
 
     def build(self) -> None:
         """Build the parts that move data. The model is still unchanged afterwards."""
-        owner, steps, exchange = self._run, self._steps, self.collectives
+        owner, steps, collectives = self._run, self._steps, self.collectives
         layout, storage, device = self.layout, self.storage, owner.device
         poison = Poison(max((unit.nbytes for unit in layout.units), default=1), device)
         self.bound = [
@@ -175,25 +175,25 @@ class EngineParts:
         ]
         self.gradients = (
             Gradients(layout, storage, device, owner.in_place, owner.threads)
-            if exchange.placement.is_single_rank
-            else ReducedGradients(layout, storage, device, owner.threads, exchange)
+            if collectives.placement.is_single_rank
+            else ReducedGradients(layout, storage, device, owner.threads, collectives)
         )
         pipeline = SubGroupPipeline(layout, storage, self.gradients, owner.rules)
         threads = update_threads(layout.numel, owner.threads)
-        updates = PendingUpdates(layout, storage, pipeline, exchange, threads)
-        exchange.attach(layout, storage, updates)
+        updates = PendingUpdates(layout, storage, pipeline, collectives, threads)
+        collectives.attach(layout, storage, updates)
         self.stepper = Stepper(
             storage,
             self.gradients,
             pipeline,
             updates,
-            exchange,
+            collectives,
             owner.scaler,
             needs_all=not self._config.zero_optimization.ignore_unused_parameters,
         )
-        loader = UnitFetcher(layout, self.bound, storage, updates, owner.in_place, steps, exchange)
+        fetcher = UnitFetcher(layout, self.bound, storage, updates, owner.in_place, steps, collectives)
         self.scheduler = MicroBatchScheduler(device)
-        self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader, self.scheduler)
+        self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, fetcher, self.scheduler)
         self.backward_watch = BackwardWatch(self.coordinator, self.gradients, steps)
         self.hooks = ModuleHooks(
             self.model,
@@ -205,8 +205,8 @@ class EngineParts:
             storage.timeline,
             PackedExpertDispatch(self.model),
         )
-        reader = ValueReader(layout, self.bound, storage, self.coordinator, exchange, self.parameters())
-        editor = UnitEditor(layout, self.bound, storage, self.coordinator, steps, exchange, reader)
+        reader = ValueReader(layout, self.bound, storage, self.coordinator, collectives, self.parameters())
+        editor = UnitEditor(layout, self.bound, storage, self.coordinator, steps, collectives, reader)
         rows = ExpertRowFetcher(self.bound, storage, self.coordinator, updates, self.backward_watch, self.scheduler)
         sharded = self._config.zero_optimization.stage == 3
         self.parameter_store = EngineParameterStore(
@@ -223,7 +223,7 @@ class EngineParts:
         return [leaf.parameter for leaf in self.leaves]
 
     def _make_tiled_stores(self) -> dict[int, TiledParameterStore]:
-        """Index of each tiled parameter -> its keeper."""
+        """Index of each tiled parameter -> its store."""
         tiles: dict[int, list[Tile]] = {}
         for unit, covered in zip(self.layout.units, self._covered_units, strict=True):
             if covered.tile is not None:
@@ -242,7 +242,7 @@ class EngineParts:
         return scopes
 
     def adopt(self) -> None:
-        """Move the model's values into the planes; each parameter is released as soon as its values are stored."""
+        """Move the model's values into the arrays; each parameter is released as soon as its values are stored."""
         began = time.perf_counter()
         from_memory, spilled = (
             sum(p.numel() * p.element_size() for p in kind) for kind in self._parameters_by_source()
@@ -291,27 +291,27 @@ class EngineParts:
         return kinds
 
     def fill(self, source: StoredValues) -> None:
-        """Copy the values of another assembly's planes, and of new parameters from the model. The model is unchanged.
+        """Copy the values of the other parts' arrays, and of new parameters from the model. The model is unchanged.
 
         All ranks call this together.
         """
-        exchange = self.collectives
-        placement = exchange.placement
-        broadcast_initial_values(exchange, [p for p in self.parameters() if not source.has(p)])
-        stored = GatheredValues(source, exchange)
+        collectives = self.collectives
+        placement = collectives.placement
+        broadcast_initial_values(collectives, [p for p in self.parameters() if not source.has(p)])
+        stored = GatheredValues(source, collectives)
 
         def read(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:
             if source.has(parameter):
                 return stored.pieces(parameter, begin, end, state)
             return _read_model(parameter, begin, end, state)
 
-        slices = [index - placement.shard_index for index in range(placement.shard_size)]
+        shard_offsets = [index - placement.shard_index for index in range(placement.shard_size)]
         arguments = self.layout, self.parameters(), self.storage, read, lambda unit, slot: None
-        Adoption(*arguments, fresh=True, shard_offsets=slices).run()
-        exchange.on_weights_initialized()
+        Adoption(*arguments, fresh=True, shard_offsets=shard_offsets).run()
+        collectives.on_weights_initialized()
 
     def take_over_parameters(self) -> None:
-        """After `fill`: release the parameters; from now on the planes keep their values."""
+        """After `fill`: release the parameters; from now on the tiered arrays keep their values."""
         for unit in self.layout.units:
             for slot in unit.slots:
                 self._take_over(unit, slot)
@@ -353,7 +353,7 @@ class EngineParts:
             raise StateError(f"{what}: called inside forward, backward or GatheredParameters; {advice}")
 
     def wait_until_idle(self) -> None:
-        """Wait until no transfer of the planes is in flight and no update is due. Raises StorageError."""
+        """Wait until no transfer of the tiered arrays is in flight and no update is due. Raises StorageError."""
         self.backward_watch.end_failed_backward()
         self.stepper.finish_updates()
         self.gradients.flush_all()
@@ -365,7 +365,7 @@ class EngineParts:
         return any(any(state.contributions) or state.buffered_counts for state in self.gradients.states())
 
     def undo(self) -> None:
-        """After a failed build: give the planes' values back to the model, remove the hooks, free everything.
+        """After a failed build: give the arrays' values back to the model, remove the hooks, free everything.
 
         With several ranks the values are lost: each rank has only a part of them, and the other ranks may have failed.
         """

@@ -64,10 +64,10 @@ class StepCheckpoints(Protocol):
         """A forward has changed a unit's weights in place; `on_weights_change` follows."""
 
     def on_edit_begin(self) -> None:
-        """Planes are about to be moved, or edited in place."""
+        """Tiered arrays are about to be moved, or edited in place."""
 
     def on_rewrite_begin(self) -> None:
-        """All planes are about to be rewritten, or replaced."""
+        """All tiered arrays are about to be rewritten, or replaced."""
 
 
 class AttentionClip(Protocol):
@@ -329,7 +329,7 @@ class EngineSteps:
     def take_user_gradients(self) -> None:
         """A gradient that the user has put into `parameter.grad` replaces the collected one, as with torch.
 
-        All ranks must have put the same gradient there: each rank takes its slice from its own. What the user has
+        All ranks must have put the same gradient there: each rank takes its shard from its own. What the user has
         multiplied is multiplied now: a backward may be going to add to it.
         """
         self._take_assigned_gradients()
@@ -475,7 +475,7 @@ class EngineSteps:
         self._checkpoints.on_edit_begin()
 
     def prepare_rewrite(self) -> EngineParts:
-        """The parts, ready for rewriting their planes: nothing is in flight, no unit is bound, graphs are invalid."""
+        """The parts, ready for rewriting their arrays: nothing is in flight, no unit is bound, graphs are invalid."""
         parts = self._run.parts
         self._device_memory.reload("a change of the model or of its values")
         parts.wait_until_idle()

@@ -2,7 +2,7 @@
 
 [Note: when a change takes effect] The engine checks the module tree before each of its forwards. From that forward on,
 new parameters are part of the plan, stored and trained; parameters that have left the tree hold their own values again.
-The new planes are filled from the old ones, which stay valid until the new ones are full. So weights, fp32 masters,
+The new arrays are filled from the old ones, which stay valid until the new ones are full. So weights, fp32 masters,
 moments, step counts and the gradients accumulated so far are kept, and a failure changes nothing. A graph from before
 the change is invalid: its backward raises. With several ranks, all make the same change between two steps.
 
@@ -163,7 +163,7 @@ class ModelChanges:
                 "before zero.initialize, or remove zero_optimization.offload_optimizer.snapshot"
             )
         if parts.collectives.placement.is_single_rank:
-            self._steps.take_user_gradients()  # for the old parameters: it replaces what the old planes have collected
+            self._steps.take_user_gradients()  # for the old parameters: it replaces what the old arrays have collected
         if joining and run.updater is not None:
             _join_groups(run.updater, joining, parts.leaves, run.module)
             inventory.in_groups = _ids_in_groups(run.updater)
@@ -181,11 +181,11 @@ class ModelChanges:
         _clone_views(old, inventory)
         self._steps.prepare_rewrite()
         present = {id(p) for p in inventory.parameters()}
-        exchange = before.clone()
+        collectives = before.clone()
         try:
             numbers = {} if run.updater is None else run.updater.rule_numbers()
             present_numbers = {key: number for key, number in numbers.items() if key in present}
-            new = EngineParts(run, self._steps, exchange, present_numbers, old)
+            new = EngineParts(run, self._steps, collectives, present_numbers, old)
             try:
                 _fill(new, old)
                 removed = [leaf for leaf in old.leaves if id(leaf.parameter) not in present]
@@ -195,8 +195,8 @@ class ModelChanges:
                 new.storage.close()
                 raise
         except BaseException:
-            if exchange is not before:
-                exchange.detach()
+            if collectives is not before:
+                collectives.detach()
             raise
         _switch_parts(old, new, leaving)
         _carry_counts(old, new)
@@ -237,7 +237,7 @@ def _fill(new: EngineParts, old: EngineParts) -> None:
 
 
 def _small_states(optimizer: ZeroOptimizer | None, old: EngineParts, new: EngineParts) -> dict[str, SmallTensors]:
-    """The small states of the parameters in this rank's new slices; all ranks call it together."""
+    """The small states of the parameters in this rank's new shards; all ranks call it together."""
     if optimizer is None or not optimizer.has_small_states:
         return {}
     found = gather_small_states(old.collectives, old.small_states(new.names))
@@ -247,7 +247,7 @@ def _small_states(optimizer: ZeroOptimizer | None, old: EngineParts, new: Engine
 
 
 def _switch_parts(old: EngineParts, new: EngineParts, leaving: list[tuple[Leaf, torch.Tensor]]) -> None:
-    """Bind the model's parameters to the new planes, and give parameters that left the tree their values."""
+    """Bind the model's parameters to the new arrays, and give parameters that left the tree their values."""
     old.hooks.remove()
     old.backward_watch.remove()
     for leaf, value in leaving:

@@ -94,9 +94,9 @@ KEYS: Mapping[str, Mapping[str, Row]] = {
         "reduce_bucket_size": Inert("gradients are reduced one unit at a time", 500_000_000),
         "allgather_bucket_size": Inert("weights are gathered a unit at a time", 500_000_000),
         "contiguous_gradients": Inert("a unit's gradients are always one buffer", default=True),
-        "reduce_scatter": Inert("a rank gets the sums of its own slice either way", default=True),
+        "reduce_scatter": Inert("a rank gets the sums of its own shard either way", default=True),
         "allgather_partitions": Inert("a unit is always gathered in one collective", default=True),
-        "round_robin_gradients": Inert("every rank has an equal slice of every unit", default=False),
+        "round_robin_gradients": Inert("every rank has an equal shard of every unit", default=False),
         "use_multi_rank_bucket_allreduce": Inert(
             "each gradient is reduced in one collective for all ranks", default=True
         ),
@@ -104,8 +104,8 @@ KEYS: Mapping[str, Mapping[str, Row]] = {
         "load_from_fp32_weights": Refused("a checkpoint's exact fp32 weights are always loaded; remove it", (True,)),
         "elastic_checkpoint": "every checkpoint loads at any number of ranks",
         "stage3_model_persistence_threshold": "each parameter is kept or released by its own size only",
-        "stage3_use_all_reduce_for_fetch_params": "gathered slices are already the flat unit",
-        "stage3_allgather_sequential": "gathered slices are already the flat unit",
+        "stage3_use_all_reduce_for_fetch_params": "gathered shards are already the flat unit",
+        "stage3_allgather_sequential": "gathered shards are already the flat unit",
         "legacy_stage1": "all stages share one implementation",
         "parameter_alignment": "every parameter starts at 64 bytes in its unit",
         "zeropp_loco_param": "it corrects quantized gradients, and gradients are not quantized",

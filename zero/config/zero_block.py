@@ -69,7 +69,7 @@ class OffloadParamConfig(_Offload):
     """`offload_param`: the 16-bit (or fp32) weights."""
 
     buffer_count: Annotated[Integer, Field(ge=1)] | None = None
-    """With buffer_size: cap of the parameter arena."""
+    """With buffer_size: cap of the parameter pool."""
     buffer_size: Annotated[Count, Field(ge=1)] | None = None
     """[elements]"""
     max_in_cpu: Count | None = None
@@ -93,9 +93,9 @@ class OffloadOptimizerConfig(_Offload):
     rows = inactive_keys("zero_optimization.offload_optimizer")
 
     buffer_count: Annotated[Integer, Field(ge=2)] | None = None
-    """Records in flight: one is loaded while another is stored."""
+    """Optimizer states in flight: one is loaded while another is stored."""
     pipeline_read: Flag = False
-    """Written as false: two records in flight, and with pipeline_write false too, one; that saves memory."""
+    """Written as false: two states in flight, and with pipeline_write false too, one; that saves memory."""
     pipeline_write: Flag = False
     """As pipeline_read."""
     ratio: Annotated[Number, Field(ge=0, le=1)] = 1.0
@@ -214,7 +214,7 @@ class ZeroConfig(ConfigBlock):
     shared_host_memory: Annotated[Literal["auto"] | bool, reads(_parse_sharing)] = "auto"
     """Ours: the ranks of a node keep one host copy of each shard, in shared memory. "auto": with all ranks on one node,
     on the CPU (not with mics_shard_size), and on GPUs that cannot read each other's memory, at stage 3 with
-    offload_param on the cpu: each copies the slices from host memory of all ranks. True: so on all GPUs."""
+    offload_param on the cpu: each copies the shards from host memory of all ranks. True: so on all GPUs."""
 
     leaf_module: LeafModuleConfig | None = None
 

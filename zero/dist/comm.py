@@ -287,7 +287,7 @@ class Comm:
     def _split(self, queued: QueuedWork, flat: Tensor, group: Group) -> tuple[Tensor, ...]:
         if flat.dim() != 1 or not flat.is_contiguous() or flat.numel() % group.size:
             raise ConfigError(
-                f"{queued}: expected a contiguous flat tensor of {group.size} equal slices, got shape "
+                f"{queued}: expected a contiguous flat tensor of {group.size} equal shards, got shape "
                 f"{tuple(flat.shape)}, strides {flat.stride()}"
             )
         return backend.split_flat(flat, flat.numel() // group.size)

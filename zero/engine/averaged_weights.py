@@ -1,11 +1,11 @@
 """`engine.averaged_weights()`: inside, the weights are their averages; afterwards they have their old bits again.
 
-[Note: exchange] Sub-groups are exchanged one by one, through the same staging as an update. A plane that is the average
-(`ema`) is swapped with the fp32 masters, which takes no memory. An average that is computed from the masters and a
-plane (schedule-free) overwrites the masters. The masters are put aside meanwhile, 4 bytes per element: in the swap
+[Note: swap] Sub-groups are swapped one by one, through the same staging as an update. An array that is the average
+(`ema`) is swapped with the fp32 masters, which takes no memory. An average that is computed from the masters and an
+array (schedule-free) overwrites the masters. The masters are put aside meanwhile, 4 bytes per element: in the swap
 space if there is one, else in host memory.
 
-[Note: failure] A sub-group whose read fails is unchanged. A sub-group whose write fails has been exchanged: its planes
+[Note: failure] A sub-group whose read fails is unchanged. A sub-group whose write fails has been swapped: its arrays
 keep the bytes in memory until a later write succeeds. So `groups` always has exactly the sub-groups whose weights are
 averages. Those that could not be restored are restored when another block is left.
 """
@@ -41,11 +41,11 @@ class _AveragedRun(NamedTuple):
     weight: torch.Tensor
     remainder: torch.Tensor | None
     average: torch.Tensor
-    """The average itself, or the plane that the average is computed with."""
+    """The average itself, or the array that the average is computed with."""
     master: torch.Tensor
     """fp32; a temporary copy of the masters."""
     interpolation: float
-    """Factor of the interpolation from the masters (0) to the plane (1)."""
+    """Factor of the interpolation from the masters (0) to the array (1)."""
 
 
 class _SavedMasters:
@@ -150,13 +150,13 @@ class AveragedWeights:
         return found
 
     def _swap_all(self, *, averaged: bool) -> None:
-        """Exchange every sub-group that does not show averages (`averaged`) or trained weights yet; on all ranks."""
+        """Swap every sub-group that does not show averages (`averaged`) or trained weights yet; on all ranks."""
         self._guard.is_swapping = True
         try:
             together = AllRanks(self._run.collectives)
             parts = together.run_on_all(
                 "averaged weights", self._steps.prepare_rewrite
-            )  # no rank uses this rank's slices any more
+            )  # no rank uses this rank's shards any more
             try:
                 together.run_on_all("averaged weights", lambda: self._swap(parts, averaged=averaged))
             finally:

@@ -540,7 +540,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         Raises:
             StateError: inside forward, backward or `GatheredParameters`; or ranks have changed their models
                 differently, or within a step; or there are snapshots.
-            BudgetError: old and new planes do not fit at the same time, during the change; nothing has changed.
+            BudgetError: old and new tiered arrays do not fit at the same time, during the change; nothing has changed.
             StorageError: a transfer failed; nothing has changed.
         """
         return self.model_changes.replan()
@@ -1009,7 +1009,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
         try:
             unsaved = self.checkpoint_state.join()
             self.steps.snapshots.commit_last()
-            if not parts.collectives.placement.is_single_rank:  # others may still read this rank's slices
+            if not parts.collectives.placement.is_single_rank:  # others may still read this rank's shards
                 with suppress(StorageError):
                     parts.stepper.finish_updates()
             parts.stepper.stop_updates()

@@ -128,13 +128,13 @@ def _open_engine(
     stages: PipelineCollectives | None,
     lr_scheduler: Any,
 ) -> ZeroEngine:
-    exchange: Collectives | None = stages
+    collectives: Collectives | None = stages
     try:
-        exchange = open_collectives(loaded, device, stages)
+        collectives = open_collectives(loaded, device, stages)
         with pause_init():
-            return ZeroEngine(model, trained, loaded, device, exchange, lr_scheduler)
+            return ZeroEngine(model, trained, loaded, device, collectives, lr_scheduler)
     except BaseException as error:  # the other ranks wait for this one: closing passes them the error
-        for opened in (exchange, stages):
+        for opened in (collectives, stages):
             if opened is not None:
                 opened.close(error)
         raise

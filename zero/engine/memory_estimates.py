@@ -122,7 +122,7 @@ def _estimate(
         for zero_init in (True, False) if stage == 3 else (False,):
             host = plan.tier_bytes(HOST)
             if stage == 3 and not zero_init:
-                # Every rank builds the whole model in fp32. It is freed while the planes fill; the host pool stays.
+                # Every rank builds the whole model in fp32. It is freed while the arrays fill; the host pool stays.
                 host = max(FP32_BYTES * total, host - plan.host_pool_bytes) + plan.host_pool_bytes
             sizes = int(host * ranks_per_node * factor), plan.tier_bytes(DEVICE), plan.tier_bytes(NVME)
             lines.append(Estimate(param, states, zero_init, *sizes))

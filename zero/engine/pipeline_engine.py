@@ -106,7 +106,7 @@ class PipelineEngine:
 
     Args:
         engine: the engine of this rank's stage.
-        stages: the exchange with all ranks; this engine closes it.
+        stages: the collectives of all ranks; this engine closes it.
 
     Attributes:
         grid: this rank's place in the pipeline, and process groups of its stage and its column.

@@ -1,8 +1,8 @@
 """`load_pretrained` loads a safetensors checkpoint into a model's storage without a whole copy in memory.
 
 [Note: nothing is read early] A parameter that `zero.Init` has put on disk gets a reference to its place in the
-checkpoint; `initialize` reads it from there, range by range, into the planes. On an engine the planes are rewritten,
-one sub-group at a time. Only a parameter in memory is filled at once, chunk by chunk.
+checkpoint; `initialize` reads it from there, range by range, into the tiered arrays. On an engine the arrays are
+rewritten, one sub-group at a time. Only a parameter in memory is filled at once, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _load_engine(folder: str, store: EngineParameterStore, sources: dict[int, Fi
     with engine.checkpoint_state.allow_loading():
         parts = engine.model_changes.prepare_rewrite()
     together = AllRanks(parts.collectives)
-    together.run_on_all("load_pretrained", lambda: None)  # no rank uses this rank's slices any more
+    together.run_on_all("load_pretrained", lambda: None)  # no rank uses this rank's shards any more
     indices = {parts.index_of[key] for key in sources if key in parts.index_of}
 
     def read(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:

@@ -191,11 +191,11 @@ class Reports:
 
     def log_summary(self) -> dict[str, dict[str, int]]:
         """See `ZeroEngine.log_summary`."""
-        run, exchange = self._run, self._run.collectives
+        run, collectives = self._run, self._run.collectives
         if not run.closed:
             # Transfers in flight may be counted on one rank and not yet on another.
             run.parts.coordinator.wait_for_prefetches()
-        block, moved = run.config.comms_logger, exchange.traffic()
+        block, moved = run.config.comms_logger, collectives.traffic()
         names = sorted(moved) if block is None or block.prof_all else [n for n in block.prof_ops if n in moved]
         summary = {
             name: {"calls": moved[name].calls, "numel": moved[name].numel, "bytes": moved[name].nbytes}
@@ -206,7 +206,7 @@ class Reports:
             f"{format_bytes(each['bytes'] // max(each['calls'], 1))} each"
             for name, each in summary.items()
         ]
-        shared = not moved and not exchange.placement.is_single_rank
+        shared = not moved and not collectives.placement.is_single_rank
         none = "none: the ranks are on one node, and read each other's memory" if shared else "none"
         logger.log(NOTICE, "collectives after %d steps:\n  %s", run.global_steps, "\n  ".join(lines or [none]))
         return summary
@@ -245,7 +245,7 @@ class Reports:
             activation_kept_bytes=activations.used_bytes if activations else 0,
             activation_peak_bytes=activations.peak_bytes if activations else 0,
             aio_backend=disk.aio.backend if disk else "none",
-            aio_reason=disk.aio.reason if disk else "no plane lives on NVMe",
+            aio_reason=disk.aio.reason if disk else "no array lives on NVMe",
             isa=kernels.isa(),
             taken_at_seconds=time.monotonic(),
         )
@@ -272,7 +272,7 @@ def _leaves(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 def memory_line(run: Run) -> str:
     """The memory that this rank holds now, and its maximum so far."""
-    parts = [f"host arena: {format_bytes(run.parts.storage.host_pool.peak_bytes)} at most"]
+    parts = [f"host pool: {format_bytes(run.parts.storage.host_pool.peak_bytes)} at most"]
     if is_accelerator(run.device):
         module = module_of(run.device)
         now, most = module.memory_allocated(run.device), module.max_memory_allocated(run.device)

@@ -48,7 +48,7 @@ class SnapshotCalls:
         together = AllRanks(run.collectives)
         parts = together.run_on_all(
             "load_snapshot", self._steps.prepare_rewrite
-        )  # no rank uses this rank's slices any more
+        )  # no rank uses this rank's shards any more
         state = snapshots.load(lambda saved: check_state(run, saved))
         if state is None:
             return None

@@ -54,7 +54,7 @@ class Values:
         return self._run.parts.parameter_store.named_weights()
 
     def _store_after_update(self, name: str) -> EngineParameterStore:
-        """The keeper, after the parameter's update of the last step. Raises KeyError: no parameter has this name."""
+        """The store, after the parameter's update of the last step. Raises KeyError: no parameter has this name."""
         store = self._run.parts.parameter_store
         self._steps.complete_updates(f"reading {name}", store.units_of(name))
         return store
@@ -86,7 +86,7 @@ class EngineStates:
             )
 
     def check_open(self, what: str) -> None:
-        """Raise StateError if the engine is closed or the planes of the states hold other values now."""
+        """Raise StateError if the engine is closed or the arrays of the states hold other values now."""
         self._check_open(f"optimizer.{what}")
 
     def allocate_states(self, parameter: nn.Parameter | None = None) -> None:

@@ -33,7 +33,8 @@ class PlanRow:
     """Bytes of one purpose on one tier, on this rank."""
 
     tier: str
-    plane: str
+    array: str
+    """The tiered array, or what else the bytes are for."""
     nbytes: int
 
 
@@ -181,9 +182,9 @@ class Plan:
 
     def table(self) -> str:
         """The plan as printed, one line per row."""
-        lines = ["zero-infinity plan (this rank)", f"  {'tier':<8}{'plane':<34}{'bytes':>16}"]
+        lines = ["zero-infinity plan (this rank)", f"  {'tier':<8}{'array':<34}{'bytes':>16}"]
         for row in self.rows:
-            lines.append(f"  {row.tier:<8}{row.plane:<34}{row.nbytes:>16,}")
+            lines.append(f"  {row.tier:<8}{row.array:<34}{row.nbytes:>16,}")
         for tier in (DEVICE, HOST, NVME):
             total = self.tier_bytes(tier)
             lines.append(f"  {tier:<8}{'total':<34}{total:>16,}  ({format_bytes(total)})")

@@ -800,7 +800,7 @@ def plan_states(
     )
     rows = (
         PlanRow(tier, "optimizer states", sum(state_sizes)),
-        PlanRow(HOST, "arena: records in flight", plan.host_pool_bytes),
+        PlanRow(HOST, "pool: states in flight", plan.host_pool_bytes),
     )
     plan.rows = tuple(row for row in rows if row.nbytes)
     need = plan.tier_bytes(HOST)

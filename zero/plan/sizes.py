@@ -340,4 +340,4 @@ def rows_of(plan: Plan, sizes: ArraySizes, pools: PoolSizes) -> Iterable[PlanRow
     yield PlanRow(HOST, "block sums of gradients", pools.block_sum_bytes())
     yield PlanRow(NVME, "second slots", plan.second_slot_bytes)
     yield from plan.activations.rows()
-    yield PlanRow(HOST, "arena: records and chunks in flight", plan.host_pool_bytes)
+    yield PlanRow(HOST, "pool: states and chunks in flight", plan.host_pool_bytes)

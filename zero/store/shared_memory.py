@@ -176,7 +176,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
         except PeerError as error:
             ranks = ", ".join(f"rank {peer}" for peer in error.peers)
             why = RuntimeError(f"it will not come because of {ranks}: {error}")
-            raise await self._comm.explain(why, f"an exchange of {what}") from error
+            raise await self._comm.explain(why, f"the wait for {what}") from error
 
     @asynccontextmanager
     async def reduce(

@@ -390,7 +390,7 @@ def test_after_a_sync_that_failed_all_that_it_was_to_cover_is_written_again(
     engine.inject(None)
     before = engine.statistics().nvme_write_bytes
     engine.save_snapshot()
-    state = sum(row.nbytes for row in engine.plan.rows if row.plane in ("weights", "optimizer states"))
+    state = sum(row.nbytes for row in engine.plan.rows if row.array in ("weights", "optimizer states"))
     assert engine.statistics().nvme_write_bytes - before >= min(a_step, state) // 2
     assert committed(nvme_path)["step"] == 4  # type: ignore[index]
 

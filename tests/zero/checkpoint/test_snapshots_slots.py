@@ -214,7 +214,7 @@ def test_snapshots_take_twice_the_state_and_say_so(open_engine: Open, tmp_path: 
     path = nvme_path
     for number in range(2):
         engine = open_engine(build("gpt"), config_of(path))
-        state = sum(row.nbytes for row in engine.plan.rows if row.plane in ("weights", "optimizer states"))
+        state = sum(row.nbytes for row in engine.plan.rows if row.array in ("weights", "optimizer states"))
         assert engine.plan.tier_bytes("nvme") == 2 * state
         assert "twice their size" in engine.plan.table()
         step = engine.load_snapshot() or 0

@@ -103,7 +103,7 @@ def sums_in(nvme_path: str, stage: int, accum: str | None) -> tuple[Any, int]:
             engine.backward(engine(batch(index, dist.get_rank(), agreed=True)))
             engine.step()
         norm = engine.get_global_grad_norm()
-        held = sum(row.nbytes for row in engine.plan.rows if row.plane == "gradients")
+        held = sum(row.nbytes for row in engine.plan.rows if row.array == "gradients")
         return digest(outcome_of(engine, names, [norm])), held
 
 

@@ -143,7 +143,7 @@ def trained(
         engine.folder = nvme_path
         norms, payloads = train(engine, between)
         sizes = {
-            "near": sum(row.nbytes for row in engine.plan.rows if row.plane == "weights shared out inside nodes"),
+            "near": sum(row.nbytes for row in engine.plan.rows if row.array == "weights shared out inside nodes"),
             "trained": sum(unit.numel for unit in engine.units if unit.trainable),
             "frozen": sum(unit.numel for unit in engine.units if not unit.trainable),
             "bytes": sum(unit.nbytes for unit in engine.units),
@@ -249,7 +249,7 @@ def told_at_start(place: Place, nvme_path: str, size: int) -> tuple[list[str], i
             engine.backward(engine(data(engine, 0)))
             if engine.statistics().payload_numel.get(NEAR):
                 raise AssertionError("a gather stayed inside a node")
-            planned = sum(row.nbytes for row in engine.plan.rows if row.plane == "weights shared out inside nodes")
+            planned = sum(row.nbytes for row in engine.plan.rows if row.array == "weights shared out inside nodes")
     finally:
         logger.removeHandler(handler)
     return [line for line in lines if "zero_hpz_partition_size" in line], planned
