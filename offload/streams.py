@@ -104,16 +104,15 @@ class Streams:
         """
         self.wait_events(*after)
 
-    def wait_stream(self, stream: Any) -> Any:
-        """Returns the calling thread's current stream, after making it wait for all work of `stream` so far.
-
-        Args:
-            stream: the result of an earlier call, or None.
-        """
+    def current_stream(self) -> Any:
+        """The calling thread's current stream; None where there are no streams."""
         return None
 
+    def wait_stream(self, stream: Any) -> None:
+        """Let the calling thread's current stream wait for all work of `stream` so far. None: nothing to wait for."""
+
     def use_stream(self, stream: Any) -> AbstractContextManager[None]:
-        """Inside, `stream` is the calling thread's current stream. `stream`: a result of `wait_stream`, or None."""
+        """Inside, `stream` is the calling thread's current stream. `stream`: a `current_stream`, or None."""
         return nullcontext()
 
     def copy_to_device(self, target: torch.Tensor, source: torch.Tensor, *after: MaybeEvent) -> MaybeEvent:
@@ -227,11 +226,13 @@ class DeviceStreams(Streams):
         self.wait_events(*after)
         tensor.record_stream(self._module.current_stream(self._device))
 
-    def wait_stream(self, stream: Any) -> Any:
-        current = self._module.current_stream(self._device)
+    def current_stream(self) -> Any:
+        return self._module.current_stream(self._device)
+
+    def wait_stream(self, stream: Any) -> None:
+        current = self.current_stream()
         if stream is not None and stream != current:
             self._wait_events_on(current, (self._record_event_on(stream),))
-        return current
 
     def use_stream(self, stream: Any) -> AbstractContextManager[None]:
         return nullcontext() if stream is None else self._module.stream(stream)

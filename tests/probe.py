@@ -307,7 +307,7 @@ def read_nothing_ahead(engine: Any) -> None:
 
 def bound_units(engine: Any) -> list[Any]:
     """The units whose parameters hold their values."""
-    return [bound for bound in engine.run.parts.bound if bound.is_bound]
+    return [binding for binding in engine.run.parts.bindings if binding.is_bound]
 
 
 def open_calls(engine: Any) -> list[Any]:

@@ -279,7 +279,7 @@ REMOVALS = (
     Removal(
         "a unit's memory is reused before its last use on another stream",
         "zero/cache/unit_fetcher.py",
-        "in arrival.streams - {streams.wait_stream(None)}:",
+        "in arrival.streams - {streams.current_stream()}:",
         "in ():",
         ("evaluated_before_its_backward:nvme-nvme:compute", "forked:cpu-cpu:late"),
     ),
@@ -316,8 +316,8 @@ REMOVALS = (
     Removal(
         "another stream does not wait for the copy that the parameters see",
         "zero/cache/unit_fetcher.py",
-        "            arrival.copy, arrival.event = bound.flat, self._storage.streams.record_event()\n",
-        "            arrival.copy = bound.flat\n",
+        "            arrival.copy, arrival.event = binding.flat, self._storage.streams.record_event()\n",
+        "            arrival.copy = binding.flat\n",
         ("read_beside_a_forward:none-none", "read_beside_a_forward:cpu-cpu", "forked:none-none"),
         swaps=False,
     ),
@@ -349,7 +349,7 @@ REMOVALS = (
     Removal(
         "the copy of what is always bound is freed before its last use on another stream",
         "zero/cache/unit_fetcher.py",
-        "                streams.wait_and_record_stream(bound.flat)\n",
+        "                streams.wait_and_record_stream(binding.flat)\n",
         "                pass\n",
         ("evaluations_of_what_is_always_bound:none-nvme", "evaluations_of_what_is_always_bound:none-none"),
         swaps=False,

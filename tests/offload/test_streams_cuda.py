@@ -86,7 +86,7 @@ def test_a_stream_that_follows_another_sees_what_it_made(streams: DeviceStreams)
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(first):
-        seen = streams.wait_stream(None)
+        seen = streams.current_stream()
         torch.cuda._sleep(CYCLES)
         memory.fill_(1)
     with torch.cuda.stream(second):

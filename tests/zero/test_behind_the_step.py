@@ -206,10 +206,10 @@ def test_updates_come_in_the_order_of_the_next_forward(
     coordinator = coordinator_of(engine)
     begin = coordinator.begin_forward_use
 
-    def seen(index: int, **more: Any) -> bool:
+    def seen(index: int, **more: Any) -> None:
         if index not in used:
             used.append(index)
-        return bool(begin(index, **more))
+        begin(index, **more)
 
     coordinator.begin_forward_use = seen
     train(engine, 0, 1, 2)

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.cache.policy import PrefetchPlan, is_reused_soon, make_room, plan_prefetch
+from zero.cache.policy import PrefetchPlan, choose_victims, is_reused_soon, plan_prefetch
 from zero.plan.plan import Limits
 
 UNITS = range(7)
@@ -116,7 +116,7 @@ def test_a_wider_look_ahead_loads_the_same_and_more(situation: Any) -> None:
 def test_making_room_is_enough_minimal_and_takes_the_furthest_use_first(situation: Any, unit: int) -> None:
     resident, pinned, upcoming, numel, limits = situation
     resident = [u for u in resident if u != unit]
-    evict = make_room(unit, resident, pinned.__contains__, upcoming, numel, limits.live_numel_max)
+    evict = choose_victims(unit, resident, pinned.__contains__, upcoming, numel, limits.live_numel_max)
     movable = [u for u in resident if u not in pinned]
     live = sum(numel[u] for u in resident) + numel[unit]
     if evict is None:
@@ -140,7 +140,7 @@ def test_making_room_misses_as_rarely_as_any_policy_can(uses: list[int], room: i
         if unit in resident:
             continue
         misses += 1
-        evict = make_room(unit, resident, set().__contains__, uses[position:], numel, room)
+        evict = choose_victims(unit, resident, set().__contains__, uses[position:], numel, room)
         assert evict is not None
         resident = [u for u in resident if u not in evict] + [unit]
     assert misses == fewest_misses(uses, room)

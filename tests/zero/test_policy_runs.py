@@ -13,7 +13,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.cache.policy import is_reused_soon, make_room, plan_prefetch
+from zero.cache.policy import choose_victims, is_reused_soon, plan_prefetch
 from zero.plan.plan import Limits
 
 UNITS = range(5)
@@ -37,7 +37,7 @@ class Run:
         for position, unit in enumerate(uses):
             if unit not in self.resident:
                 self.misses += 1
-                evict = make_room(
+                evict = choose_victims(
                     unit, self.resident, set().__contains__, uses[position:], self.numel, self.limits.live_numel_max
                 )
                 assert evict is not None, "stuck: a unit that fits on its own found no room"
@@ -134,7 +134,7 @@ class DemandRun(Run):
     def over(self, uses: list[int]) -> Run:
         for position, unit in enumerate(uses):
             if unit not in self.resident:
-                evict = make_room(
+                evict = choose_victims(
                     unit, self.resident, set().__contains__, uses[position:], self.numel, self.limits.live_numel_max
                 )
                 assert evict is not None

@@ -171,8 +171,8 @@ class DeviceMemory:
         why = f"{what} needs what offload_states has moved away" if what else "reload_states"
         logger.info("%s: %s are back on %s in %.2f s", why, format_kinds(kinds), device, time.perf_counter() - began)
 
-    def on_module_call(self) -> None:
-        """A module is called directly, not through the engine: it needs weights."""
+    def ensure_weights_on_device(self) -> None:
+        """Bring weights back: a module is called directly, not through the engine."""
         self.reload("a module that is called by itself", NEEDED_BY_FORWARD)
 
     def _reload(self, kinds: Kinds) -> None:

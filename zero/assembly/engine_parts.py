@@ -169,7 +169,7 @@ class EngineParts:
         owner, steps, collectives = self._run, self._steps, self.collectives
         layout, storage, device = self.layout, self.storage, owner.device
         poison = Poison(max((unit.nbytes for unit in layout.units), default=1), device)
-        self.bound = [
+        self.bindings = [
             UnitBinding(unit, self._bound_parameters(unit, covered), poison, device)
             for unit, covered in zip(layout.units, self._covered_units, strict=True)
         ]
@@ -191,26 +191,26 @@ class EngineParts:
             owner.scaler,
             needs_all=not self._config.zero_optimization.ignore_unused_parameters,
         )
-        fetcher = UnitFetcher(layout, self.bound, storage, updates, owner.in_place, steps, collectives)
+        fetcher = UnitFetcher(layout, self.bindings, storage, updates, owner.in_place, steps, collectives)
         self.scheduler = MicroBatchScheduler(device)
-        self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, fetcher, self.scheduler)
+        self.coordinator = Coordinator(layout, self.bindings, storage, self.plan.limits, fetcher, self.scheduler)
         self.backward_watch = BackwardWatch(self.coordinator, self.gradients, steps)
         self.hooks = ModuleHooks(
             self.model,
             self._scopes(),
-            self.bound,
+            self.bindings,
             self.coordinator,
             self.backward_watch,
             self.scheduler,
             storage.timeline,
             PackedExpertDispatch(self.model),
         )
-        reader = ValueReader(layout, self.bound, storage, self.coordinator, collectives, self.parameters())
-        editor = UnitEditor(layout, self.bound, storage, self.coordinator, steps, collectives, reader)
-        rows = ExpertRowFetcher(self.bound, storage, self.coordinator, updates, self.backward_watch, self.scheduler)
+        reader = ValueReader(layout, self.bindings, storage, self.coordinator, collectives, self.parameters())
+        editor = UnitEditor(layout, self.bindings, storage, self.coordinator, steps, collectives, reader)
+        rows = ExpertRowFetcher(self.bindings, storage, self.coordinator, updates, self.backward_watch, self.scheduler)
         sharded = self._config.zero_optimization.stage == 3
         self.parameter_store = EngineParameterStore(
-            steps, self.bound, self.coordinator, self.hooks, reader, editor, rows, partitions=sharded
+            steps, self.bindings, self.coordinator, self.hooks, reader, editor, rows, partitions=sharded
         )
         self._tiled_stores = self._make_tiled_stores()
         self._is_built = True
@@ -317,10 +317,10 @@ class EngineParts:
                 self._take_over(unit, slot)
 
     def _take_over(self, unit: Unit, slot: Slot) -> None:
-        bound, tiled = self.bound[unit.index], self._tiled_stores.get(slot.index)
+        binding, tiled = self.bindings[unit.index], self._tiled_stores.get(slot.index)
         if tiled is None:
             drop_initial_values(self.leaves[slot.index].parameter)
-        bound.adopt(slot, self.parameter_store)
+        binding.adopt(slot, self.parameter_store)
         if tiled is not None and tiled.on_tile_stored():
             drop_initial_values(tiled.parameter)
             tiled.free_memory(slot.name)
@@ -345,7 +345,9 @@ class EngineParts:
         move_buffers(self.model, self._run.device, self._config.buffer_dtype)
         self.buffers.broadcast(new_only=True)
         self.coordinator.bind_persistent()
-        self.backward_watch.install(self.bound, {index: tiled.parameter for index, tiled in self._tiled_stores.items()})
+        self.backward_watch.install(
+            self.bindings, {index: tiled.parameter for index, tiled in self._tiled_stores.items()}
+        )
 
     def check_outside_calls(self, what: str, advice: str = "call it outside of them") -> None:
         """Raise StateError inside forward, backward or `GatheredParameters`."""

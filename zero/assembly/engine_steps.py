@@ -414,9 +414,9 @@ class EngineSteps:
         """`make_ready` for calls that need only weights."""
         self.make_ready(what, NEEDED_BY_FORWARD)
 
-    def on_module_call(self) -> None:
-        """A module is called by itself: on return weights are on the device."""
-        self._device_memory.on_module_call()
+    def ensure_weights_on_device(self) -> None:
+        """Bring weights back that `offload_states` has moved away: a module may be called by itself."""
+        self._device_memory.ensure_weights_on_device()
 
     def has_offloaded_states(self) -> bool:
         """`offload_states` has moved something away; no update is due."""

@@ -215,7 +215,7 @@ class ModelChanges:
 
 def _clone_views(old: EngineParts, inventory: ParameterInventory) -> None:
     """Clone new parameters that are views of a unit's memory (`nn.Parameter(weight.data)`), which is released soon."""
-    units = {bound.flat.untyped_storage()._cdata for bound in old.bound if bound.is_bound}
+    units = {binding.flat.untyped_storage()._cdata for binding in old.bindings if binding.is_bound}
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for parameter in inventory.parameters():
             plain = id(parameter) not in old.index_of and not is_wrapper(parameter)
@@ -302,11 +302,11 @@ def _take_first_gradients(parts: EngineParts) -> None:
 
 
 def _carry_counts(old: EngineParts, new: EngineParts) -> None:
-    """Continue the statistics, which count from `initialize` on; releases only for units with the same name."""
+    """Continue the statistics, which count from `initialize` on; evictions only for units with the same name."""
     index_of = {unit.name: unit.index for unit in new.layout.units}
-    releases = {index_of.get(old.layout.units[i].name): n for i, n in old.coordinator.counters.releases.items()}
-    counts = Counter({index: n for index, n in releases.items() if index is not None})
-    new.coordinator.counters = replace(old.coordinator.counters, releases=counts)
+    evictions = {index_of.get(old.layout.units[i].name): n for i, n in old.coordinator.counters.evictions.items()}
+    counts = Counter({index: n for index, n in evictions.items() if index is not None})
+    new.coordinator.counters = replace(old.coordinator.counters, evictions=counts)
     new.storage.io_loop.exposed_wait.seconds += old.storage.io_loop.exposed_wait.seconds
     if old.storage.disk is not None and new.storage.disk is not None:
         new.storage.disk.take_over_counters(old.storage.disk)

@@ -90,7 +90,7 @@ class Run(RunInputs):
             self.tracer = Tracer(parts.storage)
         else:
             self.tracer.set_storage(parts.storage)
-        self.activations.attach(parts.storage.activations, parts.model, parts.bound, parts.backward_watch)
+        self.activations.attach(parts.storage.activations, parts.model, parts.bindings, parts.backward_watch)
         if self.generations:
             parts.coordinator.begin_generation()
 

@@ -24,7 +24,7 @@ class AlteredCopies:
     _units: Residency
     _hot: HotUnits
     _fetcher: UnitFetcher
-    _bound_units: list[UnitBinding]
+    _bindings: list[UnitBinding]
     _altered: dict[int, list[AlteredValues]]
     _parked: set[int]
 
@@ -77,14 +77,14 @@ class AlteredCopies:
     def park_altered(self) -> None:
         """Unbind the altered copies and keep them: any use but `resume_altered` drops the copy and fetches the unit."""
         for index in [*self._altered]:
-            entry, bound = self._units[index], self._bound_units[index]
+            entry, binding = self._units[index], self._bindings[index]
             arrival = entry.arrival
-            if entry.state != UnitState.BOUND or arrival is None or entry.is_pinned or bound.has_changes:
+            if entry.state != UnitState.BOUND or arrival is None or entry.is_pinned or binding.has_changes:
                 self._evict_bound(entry)
                 continue
             for values in self._altered.pop(index):
                 values.undo()
-            self._fetcher.unbind(bound, arrival, modified=True)
+            self._fetcher.unbind(binding, arrival, modified=True)
             self._units.move(entry, UnitState.EVICTED)
             self._units.move(entry, UnitState.IN_FLIGHT, arrival)
             self._parked.add(index)

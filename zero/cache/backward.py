@@ -74,18 +74,19 @@ class BackwardWatch:
         self.is_torn = self.is_scaled = False
         self._gradient_divisor = 1.0  # Divisor of the gradients of the backward that runs.
 
-    def install(self, bound: list[UnitBinding], in_tiles: Mapping[int, nn.Parameter]) -> None:
+    def install(self, bindings: list[UnitBinding], in_tiles: Mapping[int, nn.Parameter]) -> None:
         """Receive the gradient of every parameter.
 
         Args:
-            in_tiles: index -> the model's parameter whose tiles are in `bound`: it has a gradient of its own if it
+            in_tiles: index -> the model's parameter whose tiles are in `bindings`: it has a gradient of its own if it
                 was used while it was gathered.
         """
         pieces: dict[int, list[tuple[Unit, Slot]]] = {}
-        for unit in bound:
-            for slot, parameter in zip(unit.unit.slots, unit.parameters, strict=True):
-                self._register_grad_hook(parameter, [(unit.unit, slot)], unit.unit.trainable)
-                pieces.setdefault(slot.index, []).append((unit.unit, slot))
+        for binding in bindings:
+            unit = binding.unit
+            for slot, parameter in zip(unit.slots, binding.parameters, strict=True):
+                self._register_grad_hook(parameter, [(unit, slot)], unit.trainable)
+                pieces.setdefault(slot.index, []).append((unit, slot))
         for index, parameter in in_tiles.items():
             self._register_grad_hook(parameter, pieces[index], pieces[index][0][0].trainable)
 

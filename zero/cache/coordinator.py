@@ -23,9 +23,9 @@ from zero.cache.micro_batch_scheduler import MicroBatchScheduler
 from zero.cache.policy import (
     HORIZON,
     HotUnits,
+    choose_victims,
     first_positions,
     is_reused_soon,
-    make_room,
     plan_prefetch,
     take_until,
 )
@@ -46,7 +46,7 @@ class Coordinator(AlteredCopies):
     def __init__(
         self,
         layout: Layout,
-        bound: list[UnitBinding],
+        bindings: list[UnitBinding],
         storage: Storage,
         limits: Limits,
         fetcher: UnitFetcher,
@@ -58,7 +58,7 @@ class Coordinator(AlteredCopies):
         self.is_accumulating = False
         self.is_persistent_bound = False  # False between `evict_all` and `bind_persistent`.
         self._layout = layout
-        self._bound_units = bound
+        self._bindings = bindings
         self._storage = storage
         self._limits = limits
         self._fetcher = fetcher
@@ -137,26 +137,23 @@ class Coordinator(AlteredCopies):
     def _limits_now(self) -> Limits:
         return replace(self._limits, live_numel_max=self._live_numel_max)
 
-    def begin_forward_use(self, index: int, *, backward_follows: bool) -> bool:
-        """A module that uses the unit is called. True if this is the outermost such call."""
+    def begin_forward_use(self, index: int, *, backward_follows: bool) -> None:
+        """A module that uses the unit is called."""
         entry = self._units[index]
         entry.forward_uses += 1
         if entry.forward_uses > 1 or entry.state == UnitState.PERSISTENT:
             self.use_on_current_stream(index)
-        if entry.forward_uses > 1:
-            return False
-        if entry.state != UnitState.PERSISTENT:
-            self._in_backward = False
-            self.trace.use_forward(index, backward_follows=backward_follows)
-            self._hot.note_use(index)
-            try:
-                self._fetch_and_bind(entry)
-            except BaseException:
-                entry.forward_uses -= 1  # the call does not begin, so nothing will end this use
-                self._hot.unpin(index)
-                raise
-            self._prefetch(with_backward=self.trace.expects_backward(index, backward_follows))
-        return True
+            return
+        self._in_backward = False
+        self.trace.use_forward(index, backward_follows=backward_follows)
+        self._hot.note_use(index)
+        try:
+            self._fetch_and_bind(entry)
+        except BaseException:
+            entry.forward_uses -= 1  # the call does not begin, so nothing will end this use
+            self._hot.unpin(index)
+            raise
+        self._prefetch(with_backward=self.trace.expects_backward(index, backward_follows))
 
     def use_on_current_stream(self, index: int) -> None:
         """A bound unit is used by the current stream from here on; its values may have come there for another one."""
@@ -166,7 +163,7 @@ class Coordinator(AlteredCopies):
         elif entry.state == UnitState.BOUND and entry.arrival is not None:
             self._fetcher.use_on_current_stream(entry.arrival)
         elif entry.state == UnitState.EDITED:
-            for memory in self._bound_units[index].flat_buffers:
+            for memory in self._bindings[index].flat_buffers:
                 self._storage.streams.wait_and_record_stream(memory, entry.edit_event)
 
     def is_used(self, index: int) -> bool:
@@ -177,17 +174,16 @@ class Coordinator(AlteredCopies):
         """True while exactly one forward call uses the unit."""
         return self._units[index].forward_uses == 1
 
-    def end_forward_use(self, index: int, *, backward_follows: bool) -> bool:
-        """A call that uses the unit returned. True if it was the outermost."""
+    def end_forward_use(self, index: int, *, backward_follows: bool) -> None:
+        """A call that uses the unit returned."""
         entry = self._units[index]
         entry.forward_uses = max(entry.forward_uses - 1, 0)
         if entry.forward_uses:
-            return False
+            return
         self.trace.end_use(index)
         if entry.state != UnitState.PERSISTENT and not entry.backward_uses:
             with_backward = self.trace.expects_backward(index, backward_follows)
             self._keep_or_evict(entry, self.trace.upcoming_in_forward(with_backward=with_backward))
-        return True
 
     def begin_backward_use(self, index: int) -> None:
         """Gradients have reached an output of a module that uses the unit, or it is being recomputed."""
@@ -281,7 +277,7 @@ class Coordinator(AlteredCopies):
 
     def is_bound(self, index: int) -> bool:
         """True while the unit's parameters see their values."""
-        return self._bound_units[index].is_bound
+        return self._bindings[index].is_bound
 
     def bind_persistent(self) -> None:
         """Bind the units that never leave the device to their home, if they are not bound."""
@@ -336,10 +332,10 @@ class Coordinator(AlteredCopies):
         self._free_extra_memory()  # after `drain`: until then the I/O loop may use this memory
         refused: list[str] = []
         self._fetcher.use_persistent_on_stream()  # what they see may have been copied there on another stream
-        persistent = [bound for bound in self._bound_units if bound.unit.persistent and bound.is_bound]
-        for bound in persistent:
-            refused += bound.recapture()
-            bound.unbind()
+        persistent = [binding for binding in self._bindings if binding.unit.persistent and binding.is_bound]
+        for binding in persistent:
+            refused += binding.recapture()
+            binding.unbind()
         if persistent:
             self._fetcher.order_io_after_writes()
         if refused:
@@ -352,8 +348,8 @@ class Coordinator(AlteredCopies):
         """
         if is_accelerator(self.device):
             poison = Poison(max((unit.nbytes for unit in self._layout.units), default=1), HOST)
-            for bound in self._bound_units:
-                bound.leave_device(poison)
+            for binding in self._bindings:
+                binding.leave_device(poison)
 
     def evict_if_unused(self, index: int) -> None:
         """Evict the unit if no use of it is open, so that an editor may bind it to memory of its own."""
@@ -442,7 +438,7 @@ class Coordinator(AlteredCopies):
             arrival = self._start_fetch(entry)
         elif entry.state == UnitState.BOUND:
             counters.hits += 1
-            self._bound_units[entry.index].mark_present()
+            self._bindings[entry.index].mark_present()
             self._fetcher.use_on_current_stream(arrival)
             return
         elif arrival.is_done:
@@ -455,7 +451,7 @@ class Coordinator(AlteredCopies):
             mark_reported(error)
             self._drop_arrival(entry)
             raise
-        self._fetcher.bind(self._bound_units[entry.index], arrival)
+        self._fetcher.bind(self._bindings[entry.index], arrival)
         self._units.move(entry, UnitState.BOUND, arrival)
 
     def _start_fetch(self, entry: UnitEntry) -> Arrival:
@@ -492,7 +488,7 @@ class Coordinator(AlteredCopies):
         )
         resident, upcoming = units.resident_units(), [*self._horizon()]
         choices = (
-            make_room(entry.index, resident, is_pinned, upcoming, self._numel, self._live_numel_max)
+            choose_victims(entry.index, resident, is_pinned, upcoming, self._numel, self._live_numel_max)
             for is_pinned in pins
         )
         return next((choice for choice in choices if choice is not None), None)
@@ -567,7 +563,7 @@ class Coordinator(AlteredCopies):
             return
         is_bound = entry.state == UnitState.BOUND
         if is_bound:
-            self._bound_units[entry.index].mark_released()
+            self._bindings[entry.index].mark_released()
         if entry.is_read_for_backward:
             return
         colder = self._hot.try_pin(entry.index, lambda other: self._units[other].is_pinned) if is_bound else None
@@ -593,11 +589,11 @@ class Coordinator(AlteredCopies):
         for values in self._altered.pop(entry.index, ()):
             values.undo()
         entry.is_recomputed = False
-        bound = self._bound_units[entry.index]
-        refused = bound.recapture()
-        modified = bound.is_modified
-        self._fetcher.unbind(bound, arrival, modified=modified)
-        self.counters.releases[entry.index] += 1
+        binding = self._bindings[entry.index]
+        refused = binding.recapture()
+        modified = binding.is_modified
+        self._fetcher.unbind(binding, arrival, modified=modified)
+        self.counters.evictions[entry.index] += 1
         self._fetcher.evict(entry.unit, arrival, modified=modified)
         if refused:
             raise StateError(f"unit {entry.unit.name}: {'; '.join(refused)}")

@@ -41,8 +41,8 @@ class ExpertRows:
         views: per slot of the unit, its rows [len(rows), ...].
     """
 
-    def __init__(self, bound: UnitBinding, rows: tuple[int, ...]) -> None:
-        unit = bound.unit
+    def __init__(self, binding: UnitBinding, rows: tuple[int, ...]) -> None:
+        unit = binding.unit
         self.unit, self.rows = unit, rows
         self.runs: list[tuple[int, int, int]] = []
         cuts: list[tuple[int, torch.Size]] = []
@@ -55,7 +55,7 @@ class ExpertRows:
                 self.runs.append((begin, begin + count * row_numel, position + at * row_numel))
             position = align_up(position + len(rows) * row_numel, ALIGN_BYTES // unit.dtype.itemsize)
         self.numel = position
-        self.storage = FlatStorage(self.numel, unit.dtype, cuts, bound.poison, bound.flat.device)
+        self.storage = FlatStorage(self.numel, unit.dtype, cuts, binding.poison, binding.flat.device)
         self.block: Block | None = None
         self.forward_uses = self.backward_uses = 0
         # A recomputation used it; it stays until a backward use ends, or the backward itself.
@@ -80,21 +80,21 @@ class ExpertRowFetcher:
 
     def __init__(
         self,
-        bound: list[UnitBinding],
+        bindings: list[UnitBinding],
         storage: Storage,
         coordinator: Coordinator,
         updates: PendingUpdates,
         backward_watch: BackwardWatch,
         scheduler: MicroBatchScheduler,
     ) -> None:
-        self._bound, self._storage, self._coordinator = bound, storage, coordinator
+        self._bindings, self._storage, self._coordinator = bindings, storage, coordinator
         self._updates, self._backward_watch, self._scheduler = updates, backward_watch, scheduler
         backward_watch.expert_rows = self
         self._place_of = {
-            id(parameter): (unit.unit.index, position)
-            for unit in bound
-            if unit.unit.expert_rows
-            for position, parameter in enumerate(unit.parameters)
+            id(parameter): (binding.unit.index, position)
+            for binding in bindings
+            if binding.unit.expert_rows
+            for position, parameter in enumerate(binding.parameters)
         }
         # Weak, because a graph keeps its rows alive; a recomputation of the same call finds them here.
         self._fetched: weakref.WeakValueDictionary[tuple[int, tuple[int, ...]], ExpertRows] = (
@@ -105,7 +105,7 @@ class ExpertRowFetcher:
     def can_fetch(self, parameter: nn.Parameter) -> bool:
         """True if rows of the parameter can be fetched, and its unit is not bound."""
         place = self._place_of.get(id(parameter))
-        return place is not None and not self._bound[place[0]].is_bound
+        return place is not None and not self._bindings[place[0]].is_bound
 
     def run_with_rows(
         self,
@@ -154,7 +154,7 @@ class ExpertRowFetcher:
     def _expert_rows(self, index: int, rows: tuple[int, ...]) -> ExpertRows:
         expert_rows = self._fetched.get((index, rows))
         if expert_rows is None:
-            expert_rows = self._fetched[index, rows] = ExpertRows(self._bound[index], rows)
+            expert_rows = self._fetched[index, rows] = ExpertRows(self._bindings[index], rows)
         return expert_rows
 
     def _begin_forward(self, expert_rows: ExpertRows, recompute: bool) -> None:

@@ -121,23 +121,23 @@ class ModuleHooks:
         self,
         root: nn.Module,
         scopes: dict[nn.Module, list[int]],
-        bound: list[UnitBinding],
+        bindings: list[UnitBinding],
         coordinator: Coordinator,
         backward_watch: BackwardWatch,
         scheduler: MicroBatchScheduler,
         timeline: Timeline,
         expert_dispatch: ExpertDispatch,
     ) -> None:
-        self._root, self._bound, self._scheduler = root, bound, scheduler
+        self._root, self._bindings, self._scheduler = root, bindings, scheduler
         self._expert_dispatch = expert_dispatch
-        fetched = {module: {i for i in units if not bound[i].unit.persistent} for module, units in scopes.items()}
+        fetched = {module: {i for i in units if not bindings[i].unit.persistent} for module, units in scopes.items()}
         outside = _modules_around_units(root, fetched)
         self._scopes = {root: [], **{module: [] for module in outside}, **scopes}
         # Modules inside a fetched one that have only persistent units: their hooks matter when they are called alone.
         self._persistent_only = {module for module, units in fetched.items() if not units} - outside - {root}
         self._coordinator, self._backward_watch, self._timeline = coordinator, backward_watch, timeline
         self._names = {module: name or type(module).__name__ for name, module in root.named_modules()}
-        self._unit_of = {id(p): unit.unit.index for unit in bound for p in unit.parameters}
+        self._unit_of = {id(p): binding.unit.index for binding in bindings for p in binding.parameters}
         self._handles: list[RemovableHandle] = []
         # Modules whose parameters are watched; some may have left the tree since.
         self._watched_modules: list[nn.Module] = []
@@ -252,7 +252,7 @@ class ModuleHooks:
     def _is_in_use(self, index: int) -> bool:
         """True while an open call of this forward uses the unit, and always for a persistent unit."""
         operation = self._open_calls.operation
-        if self._bound[index].unit.persistent or (operation is not None and index in operation.forward_uses):
+        if self._bindings[index].unit.persistent or (operation is not None and index in operation.forward_uses):
             return True
         return any(index in call.forward_uses for call in self._calls)
 
@@ -265,7 +265,7 @@ class ModuleHooks:
         follows, end = torch.is_grad_enabled(), self._coordinator.end_forward_use
         with outside_transforms() as inside_transform:
             self._coordinator.begin_forward_use(index, backward_follows=follows)
-            is_fetched = not self._bound[index].unit.persistent
+            is_fetched = not self._bindings[index].unit.persistent
             if is_fetched and self._scheduler.pin_once((FORWARD, index), lambda: end(index, backward_follows=follows)):
                 self._coordinator.begin_forward_use(index, backward_follows=follows)
             if inside_transform:
@@ -316,7 +316,7 @@ class ModuleHooks:
         return result
 
     def _is_memory_of(self, units: list[int], tensor: torch.Tensor) -> bool:
-        return not is_in_transform() and any(self._bound[index].contains(tensor) for index in units)
+        return not is_in_transform() and any(self._bindings[index].contains(tensor) for index in units)
 
     def _on_parameter_read(self, parameter: nn.Parameter) -> None:
         """`module.weight` was read; outside a forward this has no effect."""
@@ -428,7 +428,7 @@ class ModuleHooks:
     def _add_span(self, what: str, call: OpenCall, begin_ns: int) -> None:
         if self._timeline.is_on and call.units and begin_ns:
             self._timeline.add(
-                COMPUTE, f"{what} {self._names.get(call.module) or self._bound[call.units[0]].unit.name}", begin_ns
+                COMPUTE, f"{what} {self._names.get(call.module) or self._bindings[call.units[0]].unit.name}", begin_ns
             )
 
     def _reached_callback(self, call: OpenCall) -> Callable[[], None]:
@@ -448,7 +448,7 @@ class ModuleHooks:
 
     def _clone_views(self, call: OpenCall, output: Any) -> Any:
         """Clone outputs that are (views of) parameters: they must outlive the unit's eviction."""
-        units = [index for index in call.units if not self._bound[index].unit.persistent]
+        units = [index for index in call.units if not self._bindings[index].unit.persistent]
         inside = [tensor for tensor in tensors_in(output) if self._is_memory_of(units, tensor)]
         return replace_tensors(output, {id(tensor): tensor.clone() for tensor in inside}) if inside else output
 

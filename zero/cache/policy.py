@@ -27,7 +27,7 @@ class PrefetchPlan:
     is_complete: bool = False
 
 
-def make_room(
+def choose_victims(
     unit: int,
     resident: Iterable[int],
     pinned: Callable[[int], bool],

@@ -141,18 +141,18 @@ class Residency:
 class FetchCounters:
     """Counters of the fetches and evictions of one engine."""
 
-    gathers: int = 0
+    fetches: int = 0
     gathered_bytes: int = 0
     hits: int = 0  # The unit was on the device when it was used.
     late: int = 0  # The unit was in flight when it was used.
     misses: int = 0  # The unit was neither there nor in flight when it was used.
-    releases: Counter[int] = field(default_factory=Counter)
+    evictions: Counter[int] = field(default_factory=Counter)
     expert_row_bytes: int = 0  # The part of `gathered_bytes` for rows of packed experts that were fetched alone.
     whole_experts: Counter[int] = field(default_factory=Counter)  # How often all rows of packed experts were fetched.
     live_numel_peak: int = 0
 
     def note_fetch(self, nbytes: int, live_numel: int) -> None:
         """So many bytes were fetched, and then so many elements were on the device."""
-        self.gathers += 1
+        self.fetches += 1
         self.gathered_bytes += nbytes
         self.live_numel_peak = max(self.live_numel_peak, live_numel)

@@ -97,10 +97,10 @@ class _FetchJobs:
 
 
 class FetchCalls(Protocol):
-    """What the engine does when units are fetched, and when they are stored."""
+    """What the engine does before a unit is fetched, and when a forward has changed one."""
 
-    def on_module_call(self) -> None:
-        """A module may be called by itself: on return weights are on the device."""
+    def ensure_weights_on_device(self) -> None:
+        """Bring weights back that `offload_states` has moved away: a module may be called by itself."""
 
     def on_forward_modify(self, index: int) -> None:
         """A forward has changed a unit in place."""
@@ -123,7 +123,7 @@ class UnitFetcher:
     def __init__(
         self,
         layout: Layout,
-        bound: list[UnitBinding],
+        bindings: list[UnitBinding],
         storage: Storage,
         updates: PendingUpdates,
         in_place: bool,
@@ -131,7 +131,7 @@ class UnitFetcher:
         collectives: Collectives,
     ) -> None:
         self._layout = layout
-        self._bound = bound
+        self._bindings = bindings
         self._storage = storage
         self._updates = updates
         self._in_place = in_place
@@ -143,14 +143,14 @@ class UnitFetcher:
         self._draining: list[DrainingBlock] = []
         self._persistent_events: list[MaybeEvent] = []
         self._persistent_futures: list[IoFuture[Any]] = []  # Updates of persistent units, begun ahead.
-        self._copied_units = [binding for binding in bound if binding.unit.persistent and binding.binds_copy]
+        self._copied_units = [binding for binding in bindings if binding.unit.persistent and binding.binds_copy]
         self._step_stream: Any = None  # The stream of the last step.
         # Units whose home has room for all shards, but only this rank's is current.
         self._ungathered = set(storage.plan.unsharded_units)
 
     def fetch(self, unit: Unit) -> Arrival | None:
         """Start to fetch the unit; None if no block is free."""
-        self._steps.on_module_call()
+        self._steps.ensure_weights_on_device()
         memory = self._storage.flat_buffer(unit) if self._in_place and self._is_on_device(unit) else None
         if memory is not None:
             return Arrival(exact_alias(memory), None, self._fetch_in_place(unit, memory))
@@ -170,7 +170,7 @@ class UnitFetcher:
 
     def on_step(self) -> None:
         """Trained units are about to change on every rank."""
-        self._step_stream = self._storage.streams.wait_stream(None)
+        self._step_stream = self._storage.streams.current_stream()
         self._ungathered.update(
             index for index in self._storage.plan.unsharded_units if self._layout.units[index].trainable
         )
@@ -199,9 +199,9 @@ class UnitFetcher:
         reader expects the new values on the step's stream, even if they were fetched for another one.
         """
         self._finish_persistent()
-        for bound in self._bound:
-            if bound.unit.persistent and not bound.is_bound:
-                bound.bind(exact_alias(self._flat_of(bound.unit)))
+        for binding in self._bindings:
+            if binding.unit.persistent and not binding.is_bound:
+                binding.bind(exact_alias(self._flat_of(binding.unit)))
         streams = self._storage.streams
         if self._copied_units:
             self._persistent_events.append(streams.record_event())
@@ -226,9 +226,9 @@ class UnitFetcher:
         self._persistent_events = [
             event for event in self._persistent_events if event is not None and not event.query()
         ]
-        for bound in self._copied_units:
-            if bound.is_bound:
-                streams.wait_and_record_stream(bound.flat)
+        for binding in self._copied_units:
+            if binding.is_bound:
+                streams.wait_and_record_stream(binding.flat)
 
     def _flat_of(self, unit: Unit) -> torch.Tensor:
         memory = self._storage.flat_buffer(unit)
@@ -254,21 +254,21 @@ class UnitFetcher:
             self._storage.streams.wait_events(arrival.event)
         else:
             self._storage.streams.wait_and_record_stream(arrival.copy, arrival.event)
-        arrival.streams.add(self._storage.streams.wait_stream(None))
+        arrival.streams.add(self._storage.streams.current_stream())
         if arrival.event is not None and arrival.event.query():
             arrival.event = None
 
-    def bind(self, bound: UnitBinding, arrival: Arrival) -> None:
+    def bind(self, binding: UnitBinding, arrival: Arrival) -> None:
         """Make the values the parameters' values, after `await_values`."""
-        bound.bind(arrival.data)
-        if bound.binds_copy:
-            arrival.copy, arrival.event = bound.flat, self._storage.streams.record_event()
+        binding.bind(arrival.data)
+        if binding.binds_copy:
+            arrival.copy, arrival.event = binding.flat, self._storage.streams.record_event()
 
-    def unbind(self, bound: UnitBinding, arrival: Arrival, *, modified: bool) -> None:
+    def unbind(self, binding: UnitBinding, arrival: Arrival, *, modified: bool) -> None:
         """Undo `bind`. `modified`: a stream of `arrival.streams` has written to the parameters."""
         if modified and arrival.copy is not None:
             self._storage.streams.wait_and_record_stream(arrival.copy, arrival.event, *self._events_after_uses(arrival))
-        bound.unbind(modified=modified)
+        binding.unbind(modified=modified)
 
     def lease_block(self, nbytes: int) -> Block | None:
         """Memory for values of units; waits for writes from evicted units if needed. None: not enough memory."""
@@ -284,7 +284,7 @@ class UnitFetcher:
         movable = [unit for unit in self._layout.units if not unit.persistent]
         leased = [unit for unit in movable if not (self._in_place and self._is_on_device(unit))]
         all_bytes = sum(unit.nbytes for unit in leased)
-        nbytes //= 1 + any(self._bound[unit.index].binds_copy for unit in leased)
+        nbytes //= 1 + any(self._bindings[unit.index].binds_copy for unit in leased)
         if nbytes <= 0:
             return 0
         if all_bytes <= self._storage.unit_pool.capacity_bytes:
@@ -299,7 +299,7 @@ class UnitFetcher:
 
     def _is_on_device(self, unit: Unit) -> bool:
         memory = self._storage.flat_buffer(unit)
-        return memory is not None and memory.device == self._bound[unit.index].flat.device
+        return memory is not None and memory.device == self._bindings[unit.index].flat.device
 
     def lease_or_raise(self, unit: Unit) -> Block:
         """Lease the unit's memory or raise BudgetError; called when no unit can be evicted any more."""
@@ -367,7 +367,7 @@ class UnitFetcher:
         """Events after the uses on every stream: the evicting stream has not waited for the other streams."""
         streams = self._storage.streams
         events = [streams.record_event()]
-        for stream in arrival.streams - {streams.wait_stream(None)}:
+        for stream in arrival.streams - {streams.current_stream()}:
             with streams.use_stream(stream):
                 events.append(streams.record_event())
         return tuple(events)

@@ -42,7 +42,7 @@ from zero.checkpoint.weights_files import (
 from zero.params.quantized_weights import quantized_state_names
 from zero.params.released_parameter import is_managed
 from zero.store.all_ranks import DeferringFailures
-from zero.store.collectives import SingleRankCollectives
+from zero.store.collectives import Collectives
 
 logger = logging.getLogger("zero")
 
@@ -159,7 +159,7 @@ def export(
     filename = check_filename(filename)
     shards = plan_weights_files(weights.tensors, filename, max_shard_size)
     weights.expect(tensor for shard in shards for tensor in shard.tensors)
-    write_weights_files(DeferringFailures(SingleRankCollectives()), out_dir, filename, shards, weights.read)
+    write_weights_files(DeferringFailures(Collectives()), out_dir, filename, shards, weights.read)
     return shards
 
 

@@ -493,10 +493,9 @@ class CheckpointState:
             self.wait_for_checkpoint()
 
     def on_persistent_unbind(self) -> None:
-        bound = (
-            bound for bound in self._run.parts.bound if bound.unit.persistent and bound.is_bound and bound.has_changes
-        )
-        self.edited_units = self.edited_units[0], self.edited_units[1] | {binding.unit.name for binding in bound}
+        bound = (binding for binding in self._run.parts.bindings if binding.unit.persistent and binding.is_bound)
+        edited = {binding.unit.name for binding in bound if binding.has_changes}
+        self.edited_units = self.edited_units[0], self.edited_units[1] | edited
 
     def on_step_begin(self) -> None:
         self.on_persistent_unbind()
@@ -621,7 +620,7 @@ class SaveCheckpoints:
         self._run.parts.check_outside_calls(what)
         self._state.wait_for_checkpoint()
         self._changes.replan()
-        modified = any(bound.is_bound and bound.has_changes for bound in self._run.parts.bound)
+        modified = any(binding.is_bound and binding.has_changes for binding in self._run.parts.bindings)
         answers = self._run.collectives.all_gather_bytes(
             f"{what}: weights modified in place", b"yes" if modified else b"no"
         )

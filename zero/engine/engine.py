@@ -56,7 +56,7 @@ from zero.optim.rules import AdamRule, Rules, TrainedParameters
 from zero.params.initialisation import open_initial_store
 from zero.params.layout import Unit
 from zero.plan.plan import Plan
-from zero.store.collectives import Collectives, SingleRankCollectives
+from zero.store.collectives import Collectives
 from zero.store.saved_tensors import Activations
 from zero.values.parameter_values import ParameterValues
 
@@ -102,7 +102,7 @@ class ZeroEngine(ConfigGetters, nn.Module):
             run, self, self.accumulation, self.scaling, self._device_memory, self.checkpoint_state, clip
         )
         self.reports = Reports(run, self.steps)
-        self._build(collectives or SingleRankCollectives(), trained)
+        self._build(collectives or Collectives(), trained)
         self._add_collaborators()
         self.module = model
         self.train(model.training)

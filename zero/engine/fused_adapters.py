@@ -55,11 +55,11 @@ class FusedAdapters:
         found: dict[int, list[AdapterLayer]] = {}
         for layer in layers_of(self._run.module):
             weight = layer.get_base_layer().weight
-            binding = parts.parameter_store.binding_of(weight)
-            if binding is None or id(weight) in shared:
+            place = parts.parameter_store.binding_of(weight)
+            if place is None or id(weight) in shared:
                 continue  # the weight is cut into tiles, or other modules compute with it too
-            bound, slot = binding
-            found.setdefault(bound.unit.index, []).append(AdapterLayer(layer, bound, slot))
+            binding, slot = place
+            found.setdefault(binding.unit.index, []).append(AdapterLayer(layer, binding, slot))
         return found
 
     def _fuse_unit(self, index: int, adapter_layers: list[AdapterLayer]) -> bool:
@@ -94,7 +94,7 @@ class AdapterLayer(NamedTuple):
     """A layer with adapters, and where its weight is."""
 
     layer: Any
-    bound: UnitBinding
+    binding: UnitBinding
     slot: Slot
 
     @property
@@ -119,8 +119,8 @@ def _copy_of(run: Run, weight: nn.Parameter) -> torch.Tensor:
     """Its values; out of the unit that the generation keeps, if it does."""
     place = run.parts.parameter_store.binding_of(weight)
     if place is not None and run.parts.coordinator.is_pinned_for_generation(place[0].unit.index):
-        bound, slot = place
-        return bound.flat.data[slot.offset_numel : slot.end_numel].view(slot.shape).clone()
+        binding, slot = place
+        return binding.flat.data[slot.offset_numel : slot.end_numel].view(slot.shape).clone()
     with GatheredParameters([weight]), torch.no_grad():
         return weight.detach().clone()
 
@@ -149,14 +149,14 @@ def _fuse_layer(run: Run, adapter_layer: AdapterLayer, delta_inputs: list[DeltaI
 
     `delta_inputs`: gets what the delta is made of.
     """
-    layer, bound, slot = adapter_layer
+    layer, binding, slot = adapter_layer
     names = adapter_layer.names
     with GatheredParameters(adapter_layer.weights):
         delta_inputs.append(adapter_layer.inputs(run))
         delta = _delta_of(layer, names, adapter_layer.weights)
-    if not run.parts.coordinator.fetch_to_alter(bound.unit.index, adapter_layer):
+    if not run.parts.coordinator.fetch_to_alter(binding.unit.index, adapter_layer):
         return False
-    weight = bound.flat.data[slot.offset_numel : slot.end_numel].view(slot.shape)
+    weight = binding.flat.data[slot.offset_numel : slot.end_numel].view(slot.shape)
     weight.add_(delta.to(weight))
     layer.merged_adapters = names
     return True

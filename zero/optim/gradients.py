@@ -130,7 +130,7 @@ class Gradients:
         for unit in layout.units:
             array = storage.gradients[layout.space_of(unit)] if unit.trainable else None
             if array is not None:
-                dtype, sums = storage.gradient_dtype(unit), storage.square_sums(unit)
+                dtype, sums = storage.gradient_dtype(unit), storage.allocate_square_sums(unit)
                 self._units[unit.index] = UnitGradient(unit, array, dtype, array, [0] * len(unit.slots), sums)
 
     # ---- arrival ------------------------------------------------------------------------------
@@ -156,7 +156,8 @@ class Gradients:
         slot = state.unit.slots[position]
         if state.buffer is None:
             raise StateError(f"gradient of {slot.name}: no buffer")
-        state.stream = self._streams.wait_stream(state.stream)
+        self._streams.wait_stream(state.stream)
+        state.stream = self._streams.current_stream()
         self._filling_streams.add(state.stream)
         place = state.buffer[slot.offset_numel : slot.end_numel]
         if position in state.buffered_counts:

@@ -32,7 +32,7 @@ from zero.params.layout import Unit
 from zero.plan.machine import machine_to_plan
 from zero.plan.plan import Plan
 from zero.plan.planner import lay_out_tensors, plan_states
-from zero.store.collectives import SingleRankCollectives
+from zero.store.collectives import Collectives
 from zero.store.staging import StagedSubGroup
 from zero.store.storage import Storage
 from zero.store.stored_values import StoredValues
@@ -136,7 +136,7 @@ class ParameterStates:
         }
         due = [group for group in self.plan.sub_groups if self._pipeline.trained_units(group, arguments)]
         arguments = replace(arguments, event=self.storage.streams.record_event())
-        updates = PendingUpdates(self.layout, self.storage, self._pipeline, SingleRankCollectives(), self._threads)
+        updates = PendingUpdates(self.layout, self.storage, self._pipeline, Collectives(), self._threads)
         updates.begin_step(arguments, due)
         return UnfinishedStep(updates, step_gradients)
 

@@ -304,7 +304,7 @@ class ReducedGradients(Gradients):
     def restore_unreduced(self, index: int, flat: torch.Tensor) -> None:
         flat = flat.to(self._device)
         if flat.dtype == torch.float32:
-            flat = self._storage.unreduced_gradients.deferred_sum(self._units[index].unit).copy_(flat)
+            flat = self._storage.unreduced_gradients.allocate_deferred_sum(self._units[index].unit).copy_(flat)
         self._unreduced[index] = UnreducedGradient(flat, None)
 
     # ---- inside ---------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ class ReducedGradients(Gradients):
         """Add up gradients of several backwards, in fp32."""
         if gradient is None or gradient.flat.dtype != torch.float32 or gradient.block is not None:
             self._wait_for_store(state)  # an earlier sum may still be read
-            wide = self._storage.unreduced_gradients.deferred_sum(state.unit)
+            wide = self._storage.unreduced_gradients.allocate_deferred_sum(state.unit)
             kernels.cast(wide, (gradient or newest).flat)
         else:
             wide = gradient.flat
@@ -446,7 +446,7 @@ class ReducedGradients(Gradients):
         extra_sum, state = self._extra_sums.pop(index, None), self._units[index]
         if extra_sum is not None:
             self._wait_for_store(state)  # the previous reduction may still read its fp32 memory
-            flat = self._storage.unreduced_gradients.deferred_sum(state.unit).copy_(extra_sum)
+            flat = self._storage.unreduced_gradients.allocate_deferred_sum(state.unit).copy_(extra_sum)
             self._unreduced[index] = UnreducedGradient(flat, None)
         self._start_reduction(index, wide=True)
 
@@ -524,7 +524,7 @@ class ReducedGradients(Gradients):
             block = self._lease_buffer(state, state.unit.nbytes)
             converted = UnreducedGradient(block.view(dtype, state.unit.numel), block)
         else:
-            converted = UnreducedGradient(self._storage.unreduced_gradients.deferred_sum(state.unit), None)
+            converted = UnreducedGradient(self._storage.unreduced_gradients.allocate_deferred_sum(state.unit), None)
         if gradient is None:
             converted.flat.zero_()
         else:

@@ -175,10 +175,6 @@ class Collectives:
         """Free everything. Reports to the other ranks that this one has left, and `error`."""
 
 
-class SingleRankCollectives(Collectives):
-    """The collectives of a single rank."""
-
-
 @dataclass(frozen=True, slots=True)
 class ReduceOptions:
     """How gradients are sent.
@@ -275,13 +271,13 @@ class TorchCollectives(MultiRankCollectives):
     ) -> list[torch.Tensor]:
         own, sources = flat, [flat]
         if self._shard.size > 1:
-            into = self._receive_buffer(flat)
+            into = self._allocate_receive_buffer(flat)
             sources = await self._comm.reduce_scatter(queued.pop(0), flat, self._shard, *after, into=into)
             own = unit.shard_of(flat)
         if self._replicas.size > 1:
             if self._shard.size > 1:
                 kernels.reduce_ranks(own, sources, scale=self._scales[0])
-            into = self._receive_buffer(own)
+            into = self._allocate_receive_buffer(own)
             parts = await self._comm.reduce_scatter(queued.pop(0), own, self._replicas, *after, into=into)
             part = own.chunk(self._replicas.size)[self._replicas.index]
             kernels.reduce_ranks(part, parts, scale=self._scales[1])
@@ -300,10 +296,10 @@ class TorchCollectives(MultiRankCollectives):
         flat = flat.to(dtype)
         return flat if self._predivisor == 1 else flat.div_(self._predivisor)
 
-    def _receive_buffer(self, flat: torch.Tensor) -> torch.Tensor | None:
+    def _allocate_receive_buffer(self, flat: torch.Tensor) -> torch.Tensor | None:
         if self._received is None:
             return None
-        return self._received.receive_buffer(flat.nbytes).view(flat.dtype)
+        return self._received.allocate_receive_buffer(flat.nbytes).view(flat.dtype)
 
     def traffic(self) -> Mapping[str, TrafficCounts]:
         return self._comm.traffic

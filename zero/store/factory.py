@@ -16,7 +16,7 @@ from zero.config.precision_block import DTYPES
 from zero.dist.comm import Comm
 from zero.params.layout import Placement, make_placement, why_no_secondary_shards
 from zero.plan.machine import uses_weights_in_place
-from zero.store.collectives import Collectives, ReduceOptions, SingleRankCollectives, TorchCollectives
+from zero.store.collectives import Collectives, ReduceOptions, TorchCollectives
 from zero.store.host_gathers import HostGatherCollectives
 from zero.store.pipeline_collectives import PipelineCollectives
 from zero.store.shared_memory import SharedMemoryCollectives
@@ -49,7 +49,7 @@ def open_collectives(config: Config, device: torch.device, stages: PipelineColle
             )
     if placement.is_single_rank:
         comm.close()
-        return SingleRankCollectives(placement, stages)
+        return Collectives(placement, stages)
     options = ReduceOptions(
         dtype=DTYPES.get(config.communication_data_type or ""),
         prescale=config.prescale_gradients,

@@ -182,7 +182,7 @@ class Storage:
         self._unplanned_bytes += nbytes
         return True
 
-    def square_sums(self, unit: Unit) -> torch.Tensor:
+    def allocate_square_sums(self, unit: Unit) -> torch.Tensor:
         """A home in host memory for the sums of squares of one unit's gradient: (blocks, 2) int64."""
         nbytes = gradient_sums_bytes(unit)
         if self.streams.has_unified_memory:

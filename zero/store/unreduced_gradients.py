@@ -55,7 +55,7 @@ class UnreducedGradients:
             self._deferred_memory = memory.data[pool_bytes:]
         self.pool = BlockPool("flat gradients", plan.gradient_pool_bytes, "memory_budget.device", device, shared=memory)
 
-    def deferred_sum(self, unit: Unit) -> torch.Tensor:
+    def allocate_deferred_sum(self, unit: Unit) -> torch.Tensor:
         """The sum of several contributions to a unit, fp32 (unit.numel,); in planned memory if the plan has some."""
         if unit.index not in self._deferred:
             planned = bool(self._plan.deferred_bytes) and not self._deferred
@@ -68,7 +68,7 @@ class UnreducedGradients:
             self._deferred.update({u.index: part for u, part in zip(units, parts, strict=True)})
         return self._deferred[unit.index]
 
-    def receive_buffer(self, nbytes: int) -> torch.Tensor:
+    def allocate_receive_buffer(self, nbytes: int) -> torch.Tensor:
         """Device memory, uint8, for parts of gradients that other ranks send; the same memory in all calls."""
         # More than planned, if a sum is wider.
         if self._receive_buffer is None or self._receive_buffer.numel() < nbytes:
@@ -78,11 +78,11 @@ class UnreducedGradients:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of device memory that only this rank uses, in all results of `deferred_sum` and `receive_buffer`."""
+        """Bytes of device memory that only this rank uses, in all deferred sums and in the receive buffer."""
         return sum(pool.nbytes for pool in self._memory_pools if pool.is_movable)
 
     def free_unused(self) -> None:
-        """Free the unused memory of `deferred_sum` and `receive_buffer`; a later call allocates it again."""
+        """Free the memory of deferred sums and of the receive buffer, all unused; a later call allocates it again."""
         for pool in self._memory_pools:
             pool.close()
         self._memory_pools, self._deferred, self._receive_buffer = [], {}, None

@@ -47,7 +47,7 @@ from zero.checkpoint import rank_data_file, save
 from zero.checkpoint.folder import CheckpointFolder
 from zero.optim.sub_group_pipeline import StepArguments
 from zero.store.all_ranks import FAILED
-from zero.store.collectives import SingleRankCollectives
+from zero.store.collectives import Collectives
 
 Open = Callable[..., Any]
 CPU = ("cpu", "cpu")
@@ -550,7 +550,7 @@ class Unwilling:
         raise ValueError("not me")
 
 
-class FailingElsewhere(SingleRankCollectives):
+class FailingElsewhere(Collectives):
     """A rank beside another one, on which something fails."""
 
     def __init__(self, what: str) -> None:
