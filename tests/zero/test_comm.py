@@ -261,7 +261,7 @@ def test_slices_have_to_be_equal(rank_pool: Pool) -> None:
 def unequal_slices() -> str:
     with opened() as (comm, mover):
         group = comm.group([0, 1])
-        with pytest.raises(ConfigError, match="2 equal slices") as refusal:
+        with pytest.raises(ConfigError, match="2 equal shards") as refusal:
             mover.run("gather", comm.all_gather(comm.enqueue("gather", 3, "block"), torch.zeros(5), group))
         return str(refusal.value).split(":")[0]
 
