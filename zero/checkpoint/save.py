@@ -396,10 +396,12 @@ class BackgroundSave:
     async def _await_first(self) -> None:
         # The first rank gives up after PEER_TIMEOUT_SECONDS without progress, and removes the folder. If it has ended
         # on another machine, it removes nothing, and perhaps nobody can tell.
-        deadline, last_missing, ended = 0.0, None, dict[int, str]()
+        missing, last_missing, ended = dict[int, object](), None, dict[int, str]()
+        deadline = 0.0
         while not await self._worker.run(self._save.is_completed):
             self._raise_if_ended(ended)
-            missing = await self._worker.run(self._save.missing_parts)
+            with suppress(StorageError):  # the first rank renames or removes the folder: `is_completed` says so
+                missing = await self._worker.run(self._save.missing_parts)
             if missing != last_missing:
                 deadline, last_missing = time.monotonic() + 2 * PEER_TIMEOUT_SECONDS, missing
             if time.monotonic() > deadline:

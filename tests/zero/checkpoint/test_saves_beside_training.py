@@ -332,6 +332,23 @@ class LostFirstRank:
         return {}
 
 
+class RenamingFirstRank(LostFirstRank):
+    """The first rank renames the folder just after the other has looked into it."""
+
+    has_renamed = False
+
+    def is_completed(self) -> bool:
+        return self.has_renamed
+
+    def missing_parts(self) -> dict[int, object]:
+        self.has_renamed = True
+        raise StorageError("read", errno=2, path="data-0", offset=0, free_bytes=None)
+
+
+def test_a_folder_that_is_renamed_between_two_looks_is_complete() -> None:
+    wait_for_first(RenamingFirstRank())
+
+
 def test_another_rank_does_not_wait_for_ever_for_a_first_one_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(save, "PEER_TIMEOUT_SECONDS", 0.1)
