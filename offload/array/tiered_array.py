@@ -126,7 +126,8 @@ class TieredArray:
 
     Args:
         name: appears in errors and in the plan.
-        width: bytes per element; for states, which are not moved in parts, a function: elements of a home -> its bytes.
+        width: bytes per element; for states a function: elements of a home -> its bytes. `read` and `write` move whole
+            states; `read_part`, `write_part` and `write_front` move some of their bytes.
         homes: disjoint and sorted; coordinates outside of all homes cannot be read or written.
         disk: needed when a home lies in the swap space.
         streams: needed when a home lies on a device; copies to and from it wait for the I/O loop's earlier work there.

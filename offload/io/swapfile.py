@@ -1,7 +1,7 @@
-"""Swap space: preallocated O_DIRECT files, striped over the given paths, that never outlive the process.
+"""Swap space: preallocated O_DIRECT files, striped over the given paths.
 
 The files have no names. So the kernel frees them when the process ends, however it ends, and two jobs on one path never
-share a file.
+share a file. Only the files of a snapshot have names and stay: see `SnapshotSwap` (offload/files/snapshot_files.py).
 """
 
 from __future__ import annotations

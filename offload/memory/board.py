@@ -36,7 +36,9 @@ STRONGLY_ORDERED = ("x86_64", "AMD64", "i686")
 
 
 class NodeBoard:
-    """[peers][columns] int64 in shared memory, all 0 at first.
+    """A board is a table in which the processes of one machine publish their progress to each other.
+
+    [peers][columns] int64 in shared memory, all 0 at first.
 
     Args:
         columns: cells per peer.

@@ -711,7 +711,7 @@ def test_a_start_that_takes_long_shows_how_far_it_is(
     if slow:
         monkeypatch.setattr("zero.values.adoption.SHOWN_AFTER_SECONDS", 0.0)
     open_engine(build("gpt"), make_config(NVME, nvme_path))
-    assert ("values moved to their places" in capsys.readouterr().err) is slow
+    assert ("storing initial values" in capsys.readouterr().err) is slow
 
 
 def test_one_line_says_what_cutting_a_whole_model_cost(
@@ -734,6 +734,6 @@ def test_one_line_says_what_cutting_a_whole_model_cost(
         with caplog.at_level(logging.INFO, "zero"):
             open_engine(model, config)
         lines = [
-            line for line in (r.getMessage() for r in caplog.records) if line.startswith("model sharded in place in ")
+            line for line in (r.getMessage() for r in caplog.records) if line.startswith("initial values stored in ")
         ]
         assert len(lines) == 1 and words in lines[0] and "KB" in lines[0], lines

@@ -71,7 +71,7 @@ class Accumulation:
         run = self._run
         # A gradient beside a batch of one micro-batch, of a penalty for example, is added to the batch's.
         single_call = run.config.gradient_accumulation_steps == 1 and not self.micro_step_index
-        # A backward has torn on one of several ranks: all of them refuse the step together.
+        # A backward was interrupted on one of several ranks: all of them refuse the step together.
         agreed = run.parts.backward_watch.is_torn and not run.parts.collectives.placement.is_single_rank
         if self.collected_micro_batches and not single_call and not agreed:
             raise StateError(

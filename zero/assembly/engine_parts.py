@@ -258,7 +258,7 @@ class EngineParts:
         trim_heap()
         retain_heap()
         logger.info(
-            "model sharded in place in %.1f s: %s of its values were in memory%s, %s where zero.Init had put them",
+            "initial values stored in %.1f s: %s of its values were in memory%s, %s where zero.Init had put them",
             time.perf_counter() - began,
             format_bytes(from_memory),
             " (to avoid this, build the model under zero.Init)" if from_memory and spills_values(self._config) else "",

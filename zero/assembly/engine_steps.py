@@ -83,7 +83,7 @@ class AttentionClip(Protocol):
         """The gradients since the last step are discarded; `forwards`: the forwards of the whole batch are, too."""
 
     def on_eager_updates_done(self, steps: EngineSteps) -> None:
-        """The updates that cannot be deferred are done."""
+        """The updates that need no disk and no other device are done; those of persistent units are only submitted."""
 
 
 class EngineSteps:
@@ -215,7 +215,7 @@ class EngineSteps:
         self.discards += 1
 
     def _request_step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Register a step, which is legal now. From here on it will be taken, even if an error interrupts it."""
+        """Register a legal step. It will be taken, even after an interrupt, unless `Stepper.decide` refuses it."""
         run, parts = self._run, self._run.parts
         if run.updater is None:
             raise StateError("step: the engine was made without an optimizer; add one to the config or pass one")

@@ -62,7 +62,7 @@ class StepSnapshots:
             snapshots.seconds += time.perf_counter() - began
 
     def commit_in_step(self) -> None:
-        """The updates that cannot be deferred are done: commit now if snapshots are committed inside their step."""
+        """Updates without disk are done, those of persistent units submitted: commit if snapshots do in their step."""
         if self._snapshots is not None and self._snapshots.commits_in_step:
             self.commit_pending()
 

@@ -60,7 +60,7 @@ class BackwardWatch:
     """Receives gradients, and calls of the module hooks.
 
     Attributes:
-        graph_version: steps taken so far; a graph made before the last one is stale.
+        graph_version: steps and changes of the model so far; a graph made before the last of them is stale.
         is_torn: since the gradients were last cleared, a backward was aborted, and some of its gradients are missing.
         is_scaled: the engine has scaled and divided the loss of the backward that runs or is about to run.
     """
@@ -149,7 +149,7 @@ class BackwardWatch:
         self._note_backward()
 
     def before_backward(self, graph_version: int) -> None:
-        """Gradients reach a graph that was made in step `graph_version`.
+        """Gradients reach a graph that was made at `graph_version`.
 
         Raises StateError: the graph is stale, or the engine is closed.
         """

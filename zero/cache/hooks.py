@@ -161,7 +161,7 @@ class ModuleHooks:
         return bool(self._calls)
 
     def install(self) -> None:
-        """Install the hooks. Before this call the model is unchanged."""
+        """Install the hooks; the values of the model are in the engine already."""
         self._handles.append(self._root.register_forward_pre_hook(graph_break_hook(self._begin_root), prepend=True))
         enclosed, number = self._enclosed_modules(), RemovableHandle.next_id
         for module, units in self._scopes.items():

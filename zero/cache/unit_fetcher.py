@@ -47,9 +47,9 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrainingBlock:
-    """Memory of a unit that was evicted while the I/O loop read or wrote it.
+    """Leased memory of an evicted unit, until neither the I/O loop nor the device uses it.
 
-    `future`: nobody has waited for its end, or for the event that it returns.
+    `future`: nobody has waited for its end, or for the event that it returns; None: there is no such job.
     """
 
     unit: Unit

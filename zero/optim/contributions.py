@@ -128,7 +128,7 @@ class ContributionStore:
         block.free(copy_event)
 
     async def store(self, item: Contribution) -> None:
-        """Store the remaining chunks, or add them, through the host pool.
+        """Store the remaining chunks, or add them: through the host pool, or from the buffer if the disk can take it.
 
         If the old values of a chunk cannot be read, the chunk is untouched, and the next attempt continues there. If a
         chunk cannot be written, it is complete in memory: the array keeps a copy until the write succeeds. If the

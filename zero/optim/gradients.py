@@ -1,8 +1,9 @@
 """Gradients from autograd into the tiered array of gradients.
 
-The first contribution is stored as produced; from the second on, contributions are accumulated in fp32. A parameter
-without a contribution since the last step is marked: the optimizer skips it, as torch does. Block sums of squares
-are rewritten whenever a unit's gradient is rewritten, so the step never reads it again for the norm.
+A single contribution is stored as produced, the first of several as fp32 if more are planned; else the second widens
+it. Sums are in fp32, or in the 16 bits that `grad_accum_dtype` asks for. A parameter without a contribution since the
+last step is marked: the optimizer skips it, as torch does. Block sums of squares are rewritten whenever a unit's
+gradient is rewritten, so the step never reads it again for the norm.
 
 A step seals the collected gradients: updates that run after the step read them. A gradient of the next step that needs
 the place of a sealed one waits until its update has read it.
@@ -48,9 +49,9 @@ class UnitGradient:
     array: TieredArray
     dtype: torch.dtype  # The dtype in which the array holds this unit's gradient.
     narrow_array: TieredArray
-    contributions: list[int]  # Per slot, the number of contributions that the array holds.
+    contributions: list[int]  # Per slot, how many the array holds or is about to.
     sums: torch.Tensor  # Block sums of the array's gradient, in host memory.
-    is_stored: bool = False  # A contribution has been stored since the last step.
+    is_stored: bool = False  # A contribution is stored, or is being stored, since the last step.
     # Slots whose latest contributions wait in `buffer`, in order -> how many contributions: one, unless `accumulates`.
     buffered_counts: dict[int, int] = field(default_factory=dict)
     # Flat gradient, unit.numel elements: of unit.dtype, or of the array's dtype if `accumulates`.

@@ -56,8 +56,8 @@ def _check_same_optimizer(scheduler: Any, optimizer: torch.optim.Optimizer | Non
         if group_ids.isdisjoint(map(id, own_optimizer.param_groups)):
             raise ConfigError(
                 f"lr_scheduler: expected a schedule of the optimizer that is used, got a {type(scheduler).__name__} of "
-                f"another {type(own_optimizer).__name__}, so that the rates would stay; pass that optimizer too, or a "
-                "callable that makes the schedule: lambda optimizer: ..."
+                f"another {type(own_optimizer).__name__}, so it would not change this optimizer's learning rates; pass "
+                "that optimizer too, or a callable that makes the schedule: lambda optimizer: ..."
             )
     return scheduler
 

@@ -116,14 +116,14 @@ class PendingUpdates:
     # ---- the I/O loop -------------------------------------------------------------------------
 
     async def fetch(self, unit: Unit, into: torch.Tensor, events: tuple[MaybeEvent, ...]) -> MaybeEvent:
-        """Fill `into` (uint8, a flat buffer on the compute device) with the unit's weights of the last step.
+        """Fill `into` (uint8, on the compute device) with this rank's shard of the unit's weights of the last step.
 
         Returns an event after the copies, which may still be running. Raises StorageError: the content of `into` is
         useless; sub-groups not updated stay due.
 
         Args:
             unit: any.
-            into: memory for its weights.
+            into: this rank's shard of a flat buffer.
             events: after the last uses of that memory on the device.
         """
         await self.run_with_retry(lambda: self._fetch(unit, Delivery(into, events)))

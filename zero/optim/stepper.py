@@ -149,8 +149,8 @@ def _difference_error(settings_of_ranks: list[list[dict[str, Any]]]) -> ConfigEr
                 where = f"in param group {index - 1}" if index else "in the configuration"
                 return ConfigError(
                     f"step: expected the same options on all ranks, got {where}: {values[0]} on rank 0, {values[1]} on "
-                    f"rank {rank}. Each rank updates a part of every weight; give all the same, for example a "
-                    "scheduler's metric that is averaged over the ranks"
+                    f"rank {rank}. Each rank updates a part of every weight; make them equal, for example "
+                    "average the scheduler's metric over the ranks"
                 )
     return ConfigError("step: expected the same options on all ranks, got different ones")
 
@@ -234,12 +234,13 @@ class StepState(Enum):
     """The progress of the engine's step."""
 
     NONE = "no step is requested; remaining updates of the last one run when their weights are needed"
-    REQUESTED = "it will be taken, whatever fails meanwhile"
-    DECIDED = "norm, clipping and hyper-parameters are fixed, or it is skipped; no counter has counted it"
-    COUNTED = "counters, loss scale and schedule have it; its updates are about to begin"
+    REQUESTED = "it will be taken, unless `Stepper.decide` refuses it: then it is NONE again"
+    DECIDED = "norm, clipping and hyper-parameters are fixed, or it is skipped; the engine has not counted it"
+    COUNTED = "the engine counts it: counters and schedule follow at once, then its updates begin"
 
 
-# State -> states that may follow. After an interrupt or an error the step keeps its state, and the next call continues.
+# State -> states that may follow. After an interrupt or a failed transfer the step keeps its state, and the next call
+# continues.
 STEP_MOVES = {
     StepState.NONE: {StepState.REQUESTED},
     StepState.REQUESTED: {StepState.DECIDED, StepState.NONE},
@@ -284,15 +285,15 @@ class Stepper:
         gradients.updates = self
 
     def request(self) -> None:
-        """A step is legal now, and will be taken."""
+        """A step is legal now, and will be taken unless `decide` refuses it."""
         self._set_state(StepState.REQUESTED)
 
     def on_counted(self) -> None:
-        """All counters have counted the decided step."""
+        """The decided step is being counted: the counters of the engine follow."""
         self._set_state(StepState.COUNTED)
 
     def on_updates_begun(self) -> None:
-        """The step's updates have begun, and continue after it."""
+        """The step's updates have begun or are due, and continue after it."""
         self._set_state(StepState.NONE)
 
     def _set_state(self, state: StepState) -> None:

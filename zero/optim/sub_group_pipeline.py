@@ -63,7 +63,7 @@ class StepArguments:
 class Delivery:
     """Memory to which a unit's weights are delivered."""
 
-    into: torch.Tensor  # uint8, a flat buffer.
+    into: torch.Tensor  # uint8, this rank's shard of a flat buffer.
     events: tuple[MaybeEvent, ...]  # After the last uses of that memory.
 
 
@@ -249,7 +249,7 @@ class SubGroupPipeline:
 
 
 def _bytes_of(unit: Unit, flat: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """Coordinates [begin, end) of a flat buffer in bytes."""
+    """The bytes of coordinates [begin, end) in `flat`, this rank's shard of a flat buffer."""
     width = unit.dtype.itemsize
     return flat[(begin - unit.begin) * width : (end - unit.begin) * width]
 

@@ -289,7 +289,7 @@ class SubGroup:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All address spaces, and the units in the order of the cover."""
+    """All address spaces, and the units in their order (see zero/params/units.py)."""
 
     spaces: tuple[AddressSpace, ...]
     units: tuple[Unit, ...]

@@ -188,6 +188,6 @@ class Plan:
         for tier in (DEVICE, HOST, NVME):
             total = self.tier_bytes(tier)
             lines.append(f"  {tier:<8}{'total':<34}{total:>16,}  ({format_bytes(total)})")
-        lines.append(f"  on top of {format_bytes(self.baseline_bytes)} resident now; activations come on top")
+        lines.append(f"  not included: {format_bytes(self.baseline_bytes)} already resident, and activations")
         notes = [note for note in (*self.notes, self.activations.note()) if note]
         return "\n".join([*lines, *(f"  note: {note}" for note in notes)])

@@ -22,13 +22,14 @@ from zero.plan.sub_group_state import StateFormat
 # [Note: the rule] The planner tries one depth after the other, deepest first, and takes the first plan that fits.
 #
 # 1. *Deep*: four neighbouring units are gathered (one in use, one or two prefetched, one kept), with room for one more,
-# so that holes between blocks of unequal size block nothing. There are two flat gradients, so that one is moved away
-# while the next is made. With `memory_budget.device` what remains of the budget is used for gathered units. Without it
-# this is done on a GPU as long as these pools stay within a fifth of the free memory; on a CPU, device memory is host
-# memory and is not used for this. 2. *Lean*: three neighbours, two gradients. Without a budget it is the deepest if
-# deep takes more than that fifth. 3. *Short*: two neighbours, one gradient. Like lean it takes at most half of the free
-# memory: the other half is for    activations, and for the gradients that autograd makes. 4. *Least*: the units of one
-# call, one gradient, no prefetching. It takes as much as it needs.
+#    so that holes between blocks of unequal size block nothing. There are two flat gradients, so that one is moved away
+#    while the next is made. With `memory_budget.device` what remains of the budget is used for gathered units. Without
+#    it this is done on a GPU as long as these pools stay within a fifth of the free memory; on a CPU, device memory is
+#    host memory and is not used for this.
+# 2. *Lean*: three neighbours, two gradients. Without a budget it is the deepest if deep takes more than that fifth.
+# 3. *Short*: two neighbours, one gradient. Like lean it takes at most half of the free memory: the other half is for
+#    activations, and for the gradients that autograd makes.
+# 4. *Least*: the units of one call, one gradient, no prefetching. It takes as much as it needs.
 #
 # Additional gathered elements are used to keep units from their forward to their backward, a quarter of them to
 # prefetch. A depth changes speed and memory, never the layout and never a result.

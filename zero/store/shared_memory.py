@@ -175,7 +175,7 @@ class SharedMemoryCollectives(MultiRankCollectives):
             yield
         except PeerError as error:
             ranks = ", ".join(f"rank {peer}" for peer in error.peers)
-            why = RuntimeError(f"it will not come because of {ranks}: {error}")
+            why = RuntimeError(f"{ranks} cannot provide {what}: {error}")
             raise await self._comm.explain(why, f"the wait for {what}") from error
 
     @asynccontextmanager

@@ -117,7 +117,8 @@ class StagedRange:
     async def write_or_strand(self) -> None:
         """As `write`; if that fails, the array keeps a copy of the bytes until a later write succeeds.
 
-        The copy is not in leased memory: a checkpoint in progress may wait for that, and an update for the checkpoint.
+        To strand bytes is to keep them in memory in this way. The copy is not in leased memory: a checkpoint in
+        progress may wait for that, and an update for the checkpoint.
         """
         try:
             await self.write()

@@ -52,7 +52,7 @@ ReadSource = Callable[[nn.Parameter, int, int, bool], Iterable[Piece]]
 
 
 class Adoption:
-    """Moves one model's values into the tiered arrays.
+    """Adopts a model: moves its values into the tiered arrays, which hold them from then on.
 
     Args:
         parameters: the model's, by their index in the layout.
@@ -114,7 +114,7 @@ class Adoption:
         self._storage.io_loop.run("waiting for initial values", wait_for_values())
         with ProgressBar(
             total=sum(space.numel for space in self._layout.spaces),
-            desc="values moved to their places",
+            desc="storing initial values",
             unit=" elements",
             unit_scale=True,
             delay=SHOWN_AFTER_SECONDS,
