@@ -263,13 +263,11 @@ class Watchdog:
     def ended_ranks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Those of these ranks that have closed their engine, or whose process has ended -> what is known about it.
 
-        Blocks for an answer of the store. If there is none, the first rank, which has the store, counts as ended.
+        Blocks for an answer of the store, but for processes that are known to have died. If there is none, the first
+        rank, which usually has the store, counts as ended.
         """
-        dead = {
-            rank: "its process has died"
-            for rank in ranks
-            if rank in self._initial_positions and has_died(self._initial_positions[rank])
-        }
+        initial = self._initial_positions
+        dead = {rank: "its process has died" for rank in ranks if rank in initial and has_died(initial[rank])}
         if dead:
             return dead
         try:
